@@ -1,0 +1,75 @@
+# Every habit of the project. `make` alone lists them.
+#   VENV=path    another virtual environment (default .venv)      PYTHON=python3.12   what makes it
+#   TORCH=cpu    or cuda: which build of torch (default: cuda where nvidia-smi lists a GPU)
+#   PY=python3   use this interpreter as it is; nothing is created or installed
+#   K=expr       only the tests that match (pytest -k)
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= auto
+ifdef PY
+ENSURE = @true
+else
+PY := $(VENV)/bin/python
+ENSURE = @$(PYTHON) .ci/setup_env.py --venv $(VENV) --torch $(TORCH) --extra
+endif
+SELECT := $(if $(K),-k '$(K)')
+# `$(call stage,name) command` prints how long the command took.
+stage = @TIMEFORMAT='[$(strip $(1)): %0R s]'; time
+
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev model lab test check static js climb bench gpu screenshot fmt clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup:  ## create the environment for using the workbench
+	$(ENSURE) lab
+
+setup-dev:  ## the same, with everything the tests need
+	$(ENSURE) dev
+
+model: setup  ## fetch the default model (98 MB, once)
+	@$(PY) -c "from strata_lab.config import DEFAULT_MODEL as name; from strata_lab.models.hub import install_model; install_model(name, print)"
+
+lab: setup model  ## set everything up and open the workbench in JupyterLab
+	@$(PY) -m jupyter lab notebooks/00_workbench.ipynb \
+	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate --LabApp.extension_manager=readonly \
+	  $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_FLAGS)
+
+test: setup-dev model static js  ## set up and run everything that CI runs
+	$(call stage, pytest) $(PY) -m pytest $(SELECT)
+
+check: setup-dev model static js  ## the quick part of `make test`: no test marked slow
+	$(call stage, pytest) $(PY) -m pytest -m 'not slow' $(SELECT)
+
+static: setup-dev  ## ruff, formatting and types
+	$(call stage, ruff) $(PY) -m ruff check .
+	$(call stage, format) $(PY) -m ruff format --check .
+	$(call stage, mypy) $(PY) -m mypy
+
+js:  ## the widgets' JavaScript tests
+	@if ! command -v node >/dev/null; then echo "node is not installed: the widgets' JavaScript tests are left out"; \
+	else TIMEFORMAT='[node: %0R s]'; time (cd widgets && node --test js_tests/); fi
+
+climb: setup model  ## measure every stage from nothing to everything on; table and HTML under artifacts/
+	@mkdir -p artifacts
+	@$(PY) -m strata_lab.cli climb --html artifacts/climb.html | tee artifacts/climb.txt
+
+bench: setup-dev model  ## compare with transformers and llama.cpp where they are installed
+	@$(PY) -m strata_lab.bench.compare
+
+gpu: setup-dev  ## the tests that need a CUDA device
+	@$(PY) -m pytest -m gpu $(SELECT)
+
+screenshot: setup-dev model  ## drive the workbench in a real browser and save artifacts/workbench.png
+	@$(PY) -m pytest -m slow tests/test_workbench_browser.py
+
+fmt: setup-dev  ## format, and fix what can be fixed
+	@$(PY) -m ruff check --fix . ; $(PY) -m ruff format . ; $(PY) -m nbstripout notebooks/*.ipynb
+
+clean:  ## remove everything that was generated, but not the environment
+	@rm -rf artifacts dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find strata_lab widgets tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,60 @@
+"""What one step computes: plain records that the scheduler makes and the runner reads.
+
+They exist apart so that a runner depends on the shape of a step and not on the policy that chose it. Torch-free.
+They are valid until the next `schedule`: block tables are the live lists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from strata_lab.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """The part of one request that a step computes: its tokens `[start, start + num_tokens)`.
+
+    Attributes:
+        request: whose tokens they are.
+        start: tokens of the request that are in the KV cache already.
+        num_tokens: tokens to compute; their keys and values are written in this step.
+        block_table: live list of the request's blocks; covers `start + num_tokens` tokens.
+        samples: whether the step yields the request's next token (as of the moment the step was built).
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    block_table: list[int]
+    samples: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples", self.start + self.num_tokens == self.request.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """One step.
+
+    Attributes:
+        items: what is computed, decodes first, then prompt slices.
+        preempted: requests that lost their blocks to make room for it.
+        num_decode_tokens: tokens of the decodes, which is also their number.
+        num_prefill_tokens: tokens of the prompt slices (recomputed output tokens included).
+    """
+
+    items: list[ScheduledRequest]
+    preempted: list[Request]
+    num_decode_tokens: int
+    num_prefill_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return self.num_decode_tokens + self.num_prefill_tokens
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Whether each item is one decode token: the shape that can be captured and replayed."""
+        return self.num_decode_tokens > 0 and self.num_prefill_tokens == 0

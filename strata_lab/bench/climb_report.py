@@ -1,0 +1,268 @@
+"""Show a climb: a text table for the terminal and one self-contained HTML page.
+
+Both are functions of the records alone (`docs/results/climb.json`), so a page can be made again from a file. The page
+loads nothing from anywhere and follows the reader's light or dark setting. It computes no figure of its own beyond
+ratios of recorded ones; the articles' figures on it are labelled as their claim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from strata_lab.bench.svg import Column, columns, number
+from strata_lab.config import toggles
+
+STYLE = Path(__file__).with_name("report.css")
+ARTICLE_HARDWARE = "RTX 4090 48 GB"
+# The source articles' climb, tok/s: their claim, with what each step switched on.
+ARTICLE_CLIMB = (
+    (58, "start", ""), (80, "CUDA graph", "fused"), (95, "PD split", ""), (130, "continuous", "batching, FP8 KV"),
+    (150, "batch tokens", "512 to 768"), (240, "speculative", "decoding"),
+)  # fmt: skip
+FORMULAS = (
+    ("decode tok/s", "tokens / seconds over the steps in which every stream decodes and nothing is prefilled"),
+    ("prefill tok/s", "prompt tokens / time to first token (one request alone)"),
+    ("total tok/s", "all output tokens / time from the first request to the last token, prefill included"),
+    ("x before", "median of the runs with the toggle / median of the runs without it, in the same A/B/A"),
+    ("x baseline", "median of the stage / median of the baseline"),
+    ("bytes per step", "all weights once + the KV cache of the context (experts: E (1 - (1 - k/E)^T) of E)"),
+    ("roofline", "measured read bandwidth / bytes per step; % roofline = achieved bytes per second / bandwidth"),
+)
+Rec = Mapping[str, Any]
+
+
+def split(records: Sequence[Rec]) -> tuple[list[Rec], list[Rec], list[Rec]]:
+    """Single-stream stages, the direct check of everything, several-streams stages."""
+    single = [r for r in records if r["conditions"]["series"] == "single stream"]
+    check = [r for r in single if r["conditions"]["stage"] == "everything"]
+    return [r for r in single if r not in check], check, [r for r in records if r not in single]
+
+
+def text_table(records: Sequence[Rec]) -> Any:
+    """A `rich` renderable: one table per series."""
+    from rich.console import Group
+    from rich.table import Table
+
+    single, check, several = split(records)
+    tables = []
+    for title, rows in (("One stream", [*single, *check]), ("Several streams, all together", several)):
+        if not rows:
+            continue
+        table = Table(title=f"{title}: {_conditions(rows[0])}", title_justify="left")
+        heads = _heads(rows)
+        for head in heads:
+            table.add_column(head, justify="left" if head in ("stage", "note") else "right")
+        for row in rows:
+            table.add_row(*(_cell(row, head) for head in heads))
+        tables.append(table)
+    return Group(*tables, _hardware_line(records[0]))
+
+
+def html_page(records: Sequence[Rec]) -> str:
+    """The page as text."""
+    single, check, several = split(records)
+    title = f"The climb: {single[0]['conditions']['model']}"
+    body = [
+        f"<header><h1>{escape(title)}</h1><p class=lead>{_headline(single, check)}</p>{_facts(records[0])}</header>",
+        _section(
+            "One stream, decode", _single_note(single), columns("decode", "tok/s", _columns(single, roofline=True))
+        ),
+        _section(
+            "One stream, prefill",
+            "Reading the prompt is bound by arithmetic, not by memory, so it is its own chart.",
+            columns("prefill", "tok/s", _columns(single, "prefill_tok_s")),
+        ),
+    ]
+    if several:
+        note = f"{_conditions(several[0])}; requests of uneven length, all streams added up. Not comparable with above."
+        body.append(_section("Several streams, in total", note, columns("total", "tok/s", _columns(several))))
+    body.append(_articles(single))
+    body.append(_section("Every figure", _conditions(single[0]), _table([*single, *check])))
+    if several:
+        body.append(_section("Every figure, several streams", _conditions(several[0]), _table(several)))
+    formulas = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in FORMULAS)
+    body.append(_section("How it is computed", "", f"<dl>{formulas}</dl>"))
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head += f"<title>{escape(title)}</title>\n<style>\n{STYLE.read_text(encoding='utf-8')}</style>"
+    content = "\n".join(body)
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body><main>\n{content}\n</main></body></html>\n'
+
+
+# -- parts of the page ------------------------------------------------------------------------------------------
+
+
+def _section(title: str, note: str, content: str) -> str:
+    paragraph = f"<p>{escape(note)}</p>" if note else ""
+    return f"<section><h2>{escape(title)}</h2>{paragraph}<div class=scroll>{content}</div></section>"
+
+
+def _headline(single: Sequence[Rec], check: Sequence[Rec]) -> str:
+    first = single[0]["metrics"]["output_tok_s"]
+    last = next(r for r in reversed(single) if r["conditions"]["kept"])["metrics"]["output_tok_s"]
+    text = f"<b>{number(first)}</b> to <b>{number(last)} tok/s</b>, one stream: <b>{last / first:.1f}x</b>"
+    if check:
+        text += f" ({check[0]['metrics']['speedup_vs_before']:.1f}x when both ends are measured side by side)"
+    return text
+
+
+def _facts(record: Rec) -> str:
+    hardware, versions = record["hardware"], record["versions"]
+    facts = {
+        "hardware": hardware.get("gpu") or hardware.get("cpu"),
+        "memory": f"{hardware['memory_gb']} GB",
+        "CPU threads": hardware["threads"],
+        "load before": hardware["load_average"],
+        "driver": hardware["driver"],
+        "clocks": hardware["clocks"] and ", ".join(f"{k} {v}" for k, v in hardware["clocks"].items() if v is not None),
+        "temperature": hardware["temperature"] and f"{hardware['temperature']} C",
+        "date": record["date"],
+        "commit": record["commit"],
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "again with": record["script"],
+    }
+    cells = "".join(f"<div><dt>{k}</dt><dd>{escape(str(v))}</dd></div>" for k, v in facts.items() if v is not None)
+    return f"<dl class=facts>{cells}</dl>"
+
+
+def _single_note(single: Sequence[Rec]) -> str:
+    return (
+        f"{_conditions(single[0])}. Whiskers: slowest and fastest run. Dashed: what the memory allows at that stage's "
+        "bytes per step (the roofline). Hatched: lost against the stage before and was taken back."
+    )
+
+
+def _columns(rows: Sequence[Rec], metric: str = "output_tok_s", *, roofline: bool = False) -> list[Column]:
+    made = []
+    for r in rows:
+        label, _, sublabel = r["conditions"]["stage"].partition("=")
+        value, mbu = r["metrics"].get(metric), r["metrics"].get("mbu")
+        spread = r["spread"] if r["spread"] and metric == "output_tok_s" else {}
+        detail = r["note"] if value is None else f"{number(value)} tok/s"
+        if value is not None and spread:
+            detail += f", {spread['runs']} runs {number(spread['min'])} to {number(spread['max'])}"
+            detail += f", {mbu:.0%} of the roofline" if mbu else ""
+        made.append(
+            Column(
+                label=label.replace("_", " "),
+                sublabel=sublabel if value is not None else f"{sublabel}: not here",
+                value=value,
+                low=spread.get("min"),
+                high=spread.get("max"),
+                ghost=value / mbu if roofline and mbu and value is not None else None,
+                detail=detail,
+                muted=not r["conditions"]["kept"],
+            )
+        )
+    return made
+
+
+def _articles(single: Sequence[Rec]) -> str:
+    theirs = [Column(label, sub, value, muted=True, detail="claim") for value, label, sub in ARTICLE_CLIMB]
+    ours = [r for r in single if r["metrics"]]
+    rows = []
+    for i in range(max(len(ours), len(ARTICLE_CLIMB))):
+        cells = ["", "", ""]
+        if i < len(ours):
+            m = ours[i]["metrics"]
+            cells = [
+                ours[i]["conditions"]["stage"],
+                f"{m['speedup_vs_before']:.2f}x",
+                f"{m['speedup_vs_baseline']:.2f}x",
+            ]
+        if i < len(ARTICLE_CLIMB):
+            value, label, sub = ARTICLE_CLIMB[i]
+            before = ARTICLE_CLIMB[max(0, i - 1)][0]
+            cells += [f"{label} {sub}".strip(), f"{value / before:.2f}x", f"{value / ARTICLE_CLIMB[0][0]:.2f}x"]
+        else:
+            cells += ["", "", ""]
+        rows.append("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>")
+    table = (
+        "<table class=ratios><thead><tr><th colspan=3>measured here</th><th colspan=3>articles' claim</th></tr>"
+        "<tr><th>stage</th><th>x before</th><th>x baseline</th><th>stage</th><th>x before</th><th>x baseline</th></tr>"
+        f"</thead><tbody>{''.join(rows)}</tbody></table>"
+    )
+    note = (
+        f"The source articles' figures are their claim, for another model on an {ARTICLE_HARDWARE}. Nothing in this "
+        "chart was measured here; compare ratios, not heights."
+    )
+    chart = columns("the articles' claim", "tok/s, claimed", theirs)
+    return _section(f"Beside it: the articles' climb, claimed on an {ARTICLE_HARDWARE}", note, chart + table)
+
+
+def _table(rows: Sequence[Rec]) -> str:
+    heads = _heads(rows)
+    head = "".join(f"<th>{escape(h)}</th>" for h in heads)
+    body = "".join("<tr>" + "".join(f"<td>{escape(_cell(r, h))}</td>" for h in heads) + "</tr>" for r in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+# -- cells, shared by text and page -----------------------------------------------------------------------------
+
+
+def _heads(rows: Sequence[Rec]) -> list[str]:
+    single = rows[0]["conditions"]["series"] == "single stream"
+    rate = ["decode tok/s", "spread"] if single else ["total tok/s", "spread"]
+    roof = ["% roofline", "read GB/s", "prefill tok/s"] if single else ["tok/s per stream"]
+    return [
+        "stage",
+        *rate,
+        "x before",
+        "x baseline",
+        *roof,
+        "TTFT ms",
+        "TPOT ms",
+        "ITL p99 ms",
+        "weights GB",
+        "lossless",
+        "note",
+    ]
+
+
+def _cell(r: Rec, head: str) -> str:
+    m, conditions, spread = r["metrics"], r["conditions"], r["spread"]
+    if head == "stage":
+        return conditions["stage"]
+    if head == "note":
+        return r["note"]
+    if head == "lossless":
+        lossless = {t.name: t.lossless for t in toggles()}.get(conditions["stage"].partition("=")[0])
+        return {True: "yes", False: "no", None: ""}[lossless]
+    if head == "spread":
+        return f"{number(spread['min'])} to {number(spread['max'])} (n={spread['runs']})" if spread else ""
+    key, form = _CELLS[head]
+    return "" if m.get(key) is None else form.format(m[key])
+
+
+_CELLS = {
+    "decode tok/s": ("output_tok_s", "{:.1f}"),
+    "total tok/s": ("output_tok_s", "{:.1f}"),
+    "x before": ("speedup_vs_before", "{:.2f}"),
+    "x baseline": ("speedup_vs_baseline", "{:.2f}"),
+    "% roofline": ("mbu", "{:.0%}"),
+    "read GB/s": ("read_gb_s", "{:.1f}"),
+    "prefill tok/s": ("prefill_tok_s", "{:.0f}"),
+    "tok/s per stream": ("tok_s_per_stream", "{:.1f}"),
+    "TTFT ms": ("ttft_ms", "{:.0f}"),
+    "TPOT ms": ("tpot_ms", "{:.1f}"),
+    "ITL p99 ms": ("itl_p99_ms", "{:.1f}"),
+    "weights GB": ("weight_gb", "{:.3f}"),
+}
+
+
+def _conditions(r: Rec) -> str:
+    c = r["conditions"]
+    return (
+        f"{c['model']}, {c['batch']} at a time, {c['prompt_tokens']} tokens in, up to {c['output_tokens']} out, greedy"
+    )
+
+
+def _hardware_line(r: Rec) -> str:
+    hardware = r["hardware"]
+    versions = ", ".join(f"{name} {version}" for name, version in r["versions"].items())
+    return (
+        f"{hardware.get('gpu') or hardware.get('cpu')}; {hardware['threads']} threads; load before "
+        f"{hardware['load_average']}; {versions}; commit {r['commit']}; {r['date']}"
+    )

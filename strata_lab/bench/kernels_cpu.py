@@ -1,0 +1,136 @@
+"""How fast the CPU products are on this machine, in the shapes of SmolLM2-135M, against its measured read bandwidth.
+
+    python -m strata_lab.bench.kernels_cpu [--formats int4 int8] [--rows 1 8 128] [--isa avx2]
+
+Per format and number of rows T it times each product over all 30 layers (so weights come from where they come from in a
+model, not from the first-level cache) and the whole step, the LM head included. Best of several interleaved rounds: the
+machine is shared. Weights are random; attention, sampling and Python between the products are not in it, so the implied
+tokens per second are ceilings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from strata_lab.kernels.cpu import build
+from strata_lab.kernels.cpu.packing import pack
+from strata_lab.quant import FORMATS, get_format, head_format
+from strata_lab.quant.base import LinearWeight
+
+HIDDEN, MLP, QKV, LAYERS, VOCABULARY = 576, 1536, 960, 30, 49152
+ROUNDS = 7
+MIN_ROUND_S = 0.03
+
+
+@dataclass(frozen=True)
+class Product:
+    """One kind of product: its weights (one per layer) and what is fused with it."""
+
+    name: str
+    weights: list[LinearWeight]
+    norm: bool = False
+    silu_mul: bool = False
+    residual: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that one step reads for it."""
+        return sum(weight.nbytes for weight in self.weights)
+
+    def step(self, op: Callable[..., Tensor], rows: int) -> Callable[[], None]:
+        """A function that runs it for all layers on `rows` rows."""
+        n, k = self.weights[0].shape
+        x = torch.randn(rows, k)
+        norm = torch.ones(k) if self.norm else None
+        residual = torch.randn(rows, n) if self.residual else None
+
+        def run() -> None:
+            for w in self.weights:
+                op(x, w.data, w.scales, w.mins, n, None, norm, 1e-5, residual, self.silu_mul)
+
+        return run
+
+
+def smollm2_products(weight_format: str) -> list[Product]:
+    """The five products of a step, with random weights of their own for each layer."""
+
+    def weights(name: str, n: int, k: int, count: int) -> list[LinearWeight]:
+        packed = pack(get_format(name).quantize(torch.randn(n, k) / k**0.5))
+        return [packed, *(_copy(packed) for _ in range(count - 1))]
+
+    return [
+        Product("qkv", weights(weight_format, QKV, HIDDEN, LAYERS), norm=True),
+        Product("o", weights(weight_format, HIDDEN, HIDDEN, LAYERS), residual=True),
+        Product("gate_up", weights(weight_format, 2 * MLP, HIDDEN, LAYERS), norm=True, silu_mul=True),
+        Product("down", weights(weight_format, HIDDEN, MLP, LAYERS), residual=True),
+        Product("head", weights(head_format(weight_format), VOCABULARY, HIDDEN, 1), norm=True),
+    ]
+
+
+def _copy(weight: LinearWeight) -> LinearWeight:
+    scales, mins = (None if t is None else t.clone() for t in (weight.scales, weight.mins))
+    return replace(weight, data=weight.data.clone(), scales=scales, mins=mins)
+
+
+def best_times(functions: list[Callable[[], object]], rounds: int = ROUNDS) -> list[float]:
+    """Seconds per call of each function, best of `rounds` rounds in which all take turns."""
+    best = [float("inf")] * len(functions)
+    for _ in range(rounds):
+        for i, function in enumerate(functions):
+            calls, start = 0, time.perf_counter()
+            while (elapsed := time.perf_counter() - start) < MIN_ROUND_S or calls == 0:
+                function()
+                calls += 1
+            best[i] = min(best[i], elapsed / calls)
+    return best
+
+
+def read_bandwidth(nbytes: int) -> float:
+    """Bytes a second at which all threads read `nbytes` again and again (cache included where it fits)."""
+    numbers = torch.ones(nbytes // 4)
+    return nbytes / best_times([numbers.sum])[0]
+
+
+def report(weight_format: str, rows: list[int], isa: build.Isa) -> Iterator[str]:
+    """Lines of the table of one format."""
+    op = build.load(isa).linear.default
+    products = smollm2_products(weight_format)
+    total = sum(product.nbytes for product in products)
+    bandwidth = read_bandwidth(total)
+    yield f"{weight_format}: {total / 1e6:.1f} MB of weights, read bandwidth {bandwidth / 1e9:.1f} GB/s, isa {isa}"
+    for count in rows:
+        runs: list[Callable[[], object]] = [product.step(op, count) for product in products]
+        times = best_times(runs)
+        for product, seconds in zip(products, times, strict=True):
+            n, k = product.weights[0].shape
+            layers = len(product.weights)
+            flops = 2 * count * n * k * layers
+            rate = product.nbytes / seconds
+            yield (
+                f"  T={count:<4} {product.name:8} {seconds / layers * 1e6:9.1f} us  {rate / 1e9:6.1f} GB/s "
+                f"{100 * rate / bandwidth:5.0f}% {flops / seconds / 1e9:7.0f} GFLOP/s"
+            )
+        step = sum(times)
+        yield f"  T={count:<4} step     {step * 1e3:9.2f} ms  ceiling {count / step:8.0f} tok/s"
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="speed of the CPU products in the shapes of SmolLM2-135M")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 8, 16, 128])
+    parser.add_argument("--isa", choices=["native", "avx2"], default="native")
+    arguments = parser.parse_args()
+    for name in arguments.formats:
+        for line in report(name, arguments.rows, arguments.isa):
+            print(line, flush=True)  # noqa: T201 - the table is what the command is for
+
+
+if __name__ == "__main__":
+    main()

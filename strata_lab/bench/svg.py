@@ -1,0 +1,106 @@
+"""Column charts as plain SVG text: no library, no script, colours from CSS variables of the page around them.
+
+Only what the reports need: columns with whiskers, an optional ghost column (a ceiling), a value on top, two lines of
+label below. It knows nothing of what is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+COLUMN_WIDTH, GAP = 64, 40
+LEFT, RIGHT, TOP, BOTTOM = 52, 16, 30, 62  # room for axis, edge, values and labels, in pixels
+PLOT_HEIGHT = 250
+MAX_TICKS = 5
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column.
+
+    Attributes:
+        label, sublabel: the two lines below it.
+        value: its height; None draws only the labels and "-".
+        low, high: ends of the whisker, or None for no whisker.
+        ghost: height of a dashed outline behind it, or None.
+        detail: shown when the pointer rests on it.
+        muted: drawn hatched, for what does not count.
+    """
+
+    label: str
+    sublabel: str
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    ghost: float | None = None
+    detail: str = ""
+    muted: bool = False
+
+
+def nice_ticks(top: float) -> list[float]:
+    """Round axis values from 0 to at least `top`."""
+    if top <= 0:
+        return [0.0, 1.0]
+    raw = top / (MAX_TICKS - 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * (1 - 1e-9))
+    return [i * step for i in range(math.ceil(top / step - 1e-9) + 1)]
+
+
+def number(value: float) -> str:
+    """Three significant digits, no exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def columns(title: str, unit: str, data: Sequence[Column]) -> str:
+    """An `<svg>` element; `title` is read to those who do not see it."""
+    tops = [v for c in data for v in (c.value, c.high, c.ghost) if v is not None]
+    ticks = nice_ticks(max(tops, default=1.0))
+    width = LEFT + RIGHT + len(data) * (COLUMN_WIDTH + GAP)
+    height = TOP + PLOT_HEIGHT + BOTTOM
+
+    def y(value: float) -> float:
+        return round(TOP + PLOT_HEIGHT * (1 - value / ticks[-1]), 1)
+
+    parts = [
+        f'<svg viewBox="0 0 {width} {height}" style="max-width:{width}px" role="img" aria-label="{escape(title)}">',
+        f'<text class="unit" x="4" y="14">{escape(unit)}</text>',
+    ]
+    for tick in ticks:
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y(tick)}" y2="{y(tick)}"/>')
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y(tick) + 4}">{tick:g}</text>')
+    for i, column in enumerate(data):
+        parts.append(_column(column, LEFT + GAP / 2 + i * (COLUMN_WIDTH + GAP), y))
+    return "\n".join([*parts, "</svg>"])
+
+
+def _column(c: Column, x: float, y: Callable[[float], float]) -> str:
+    middle, base = x + COLUMN_WIDTH / 2, y(0)
+    parts = ["<g>"]
+    if c.detail:
+        parts.append(f"<title>{escape(c.detail)}</title>")
+    if c.ghost is not None:
+        parts.append(
+            f'<path class="ghost" d="M{x - 5} {base}V{y(c.ghost)}H{x + COLUMN_WIDTH + 5}V{base}"/>'
+            f'<text class="ceiling" x="{middle}" y="{y(c.ghost) - 5}">{number(c.ghost)}</text>'
+        )
+    if c.value is not None:
+        top = y(c.value)
+        radius = min(4, base - top)
+        style = "column muted" if c.muted else "column"
+        corners = f"q0 -{radius} {radius} -{radius}h{COLUMN_WIDTH - 2 * radius}q{radius} 0 {radius} {radius}"
+        parts.append(f'<path class="{style}" d="M{x} {base}V{top + radius}{corners}V{base}z"/>')
+    if c.low is not None and c.high is not None and c.high > c.low:
+        parts.append(
+            f'<path class="whisker" d="M{middle - 7} {y(c.high)}h14M{middle} {y(c.high)}V{y(c.low)}M{middle - 7} '
+            f'{y(c.low)}h14"/>'
+        )
+    above = max(v for v in (c.value or 0.0, c.high or 0.0))
+    text = "-" if c.value is None else number(c.value)
+    parts.append(f'<text class="value" x="{middle}" y="{y(above) - 7}">{text}</text>')
+    parts.append(f'<text class="label" x="{middle}" y="{base + 19}">{escape(c.label)}</text>')
+    parts.append(f'<text class="sublabel" x="{middle}" y="{base + 37}">{escape(c.sublabel)}</text></g>')
+    return "".join(parts)

@@ -1,0 +1,263 @@
+"""The composition root: the only file that reads toggles and turns each into a choice of object.
+
+`Builder.resolve` says what a wish means on this machine, or refuses it with the numbers, before anything is torn
+down. `Builder.parts` then makes the objects, reusing what two settings share. Nothing here runs a step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from strata_lab.apply import Fallback
+from strata_lab.block_manager import BlockManager
+from strata_lab.config import ConfigError, EngineConfig, Optimizations
+from strata_lab.graph_runner import CompiledStep, CudaGraphStep
+from strata_lab.kernels import bind
+from strata_lab.kv_cache import KVCache, block_bytes
+from strata_lab.layers.rotary import rotary_table
+from strata_lab.layers.weights import ModelWeights
+from strata_lab.models import get_family
+from strata_lab.models.base import CausalLM, WeightReader, load_weights
+from strata_lab.models.presets import PresetCheckpoint, preset_config
+from strata_lab.quant.base import PANEL_ROWS, LinearWeight
+from strata_lab.runner import EagerStep, Runner
+from strata_lab.sampler import Sampler
+from strata_lab.scheduler import ContinuousAdmission, StaticAdmission
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
+CPU_POOL_BYTES = 1 << 30  # enough for 16 streams of 2,800 tokens on the default model; a laptop has other work to do
+
+ProgressFn = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine runs on under one setting of the toggles."""
+
+    optimizations: Optimizations
+    weights: ModelWeights
+    kv: KVCache
+    runner: Runner
+    admission: ContinuousAdmission | StaticAdmission
+    max_model_len: int
+
+
+class Builder:
+    """Makes and remakes `Parts` for one engine.
+
+    Args:
+        config: the engine's configuration.
+        progress: called with a task and a fraction during long work.
+    """
+
+    def __init__(self, config: EngineConfig, progress: ProgressFn) -> None:
+        self.config, self.progress = config, progress
+        self.fallbacks: list[Fallback] = []
+        self.device = _device(config.device)
+        self.dtype = self._dtype(config.dtype)
+        self.checkpoint = _open(config)
+        self.model_config = self.checkpoint.config
+        self.backend = self._backend()
+        self.rotary = rotary_table(self.model_config, self.model_config.max_position, self.device)
+        self._steps: dict[tuple[Any, ...], Any] = {}  # captures of the weights and pool in force
+
+    # -- what a wish means here ---------------------------------------------------------------------------------
+
+    def resolve(self, wish: Optimizations) -> Optimizations:
+        """`wish` with every None decided; raises `ConfigError` for what cannot be done here."""
+        limit = self.model_config.max_position
+        if wish.max_model_len is not None and wish.max_model_len > limit:
+            raise ConfigError(
+                f"max_model_len={wish.max_model_len} is more than the {limit} positions {self.checkpoint.name} was made "
+                f"for; try {limit}"
+            )
+        changes: dict[str, Any] = {}
+        if wish.weight_format is None:
+            changes["weight_format"] = self._stored_format()
+        if wish.kv_cache_dtype is None:
+            changes["kv_cache_dtype"] = KV_FORMAT_OF[self.dtype]
+        resolved = wish.replace(changes)
+        blocks = self.num_kv_blocks(resolved)
+        tokens = blocks * self.config.block_size
+        if wish.max_model_len is None:
+            return resolved.replace({"max_model_len": min(limit, tokens)})
+        if wish.max_model_len > tokens:
+            raise ConfigError(
+                f"max_model_len={wish.max_model_len} needs {-(-wish.max_model_len // self.config.block_size)} KV blocks but "
+                f"the pool has {blocks} ({tokens} tokens); try max_model_len={tokens}, a larger gpu_memory_utilization "
+                f"or num_kv_blocks, or kv_cache_dtype='fp8'"
+            )
+        return resolved
+
+    def num_kv_blocks(self, resolved: Optimizations) -> int:
+        """Blocks of the pool: as configured, or what all streams could fill, within the memory there is."""
+        if self.config.num_kv_blocks is not None:
+            return self.config.num_kv_blocks
+        per_block = block_bytes(self.model_config, self.config.block_size, resolved.kv_cache_dtype or "bf16")
+        length = resolved.max_model_len or self.model_config.max_position
+        wanted = resolved.max_num_seqs * -(-length // self.config.block_size)
+        budget = self._memory_budget(resolved.gpu_memory_utilization)
+        blocks = min(wanted, budget // per_block)
+        if blocks < 1:
+            raise ConfigError(
+                f"gpu_memory_utilization={resolved.gpu_memory_utilization} leaves {budget / 2**20:.0f} MiB for the KV cache, "
+                f"less than one block of {per_block / 2**20:.2f} MiB; try a larger share or a smaller model"
+            )
+        return int(blocks)
+
+    def _memory_budget(self, utilization: float) -> int:
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            return max(0, int(free - (1 - utilization) * total))
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(CPU_POOL_BYTES, int(free * utilization))
+
+    def _stored_format(self) -> str:
+        if self.dtype is torch.float32 and self.config.dtype == "float32":
+            return "fp32"  # asking for float32 by name asks for the checkpoint's exact values
+        return self.checkpoint.stored_format
+
+    def _dtype(self, name: str) -> torch.dtype:
+        if self.device.type == "cuda":
+            return DTYPES["bfloat16" if name == "auto" else name]
+        if name not in ("auto", "float32"):
+            self.fallbacks.append(Fallback("dtype", f"activations are float32 on a CPU, not {name}"))
+        return torch.float32
+
+    def _backend(self) -> str:
+        if self.device.type == "cuda":
+            return "reference"
+        from strata_lab.kernels.cpu.build import CpuKernelsUnavailable, load
+
+        c = self.model_config
+        rows = (c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size, c.hidden_size)
+        if any(n % PANEL_ROWS for n in rows):
+            reason = f"a matrix of this model has a row count that is no multiple of {PANEL_ROWS}; plain torch runs"
+            self.fallbacks.append(Fallback("cpu kernels", reason))
+            return "reference"
+        try:
+            self.progress("building CPU kernels", 0.0)
+            load()
+            self.progress("building CPU kernels", 1.0)
+        except CpuKernelsUnavailable as error:
+            self.fallbacks.append(Fallback("cpu kernels", f"{error}; plain torch runs, slower"))
+            return "reference"
+        return "cpu"
+
+    # -- making the objects -------------------------------------------------------------------------------------
+
+    def parts(self, resolved: Optimizations, current: Parts | None = None) -> Parts:
+        """Objects for a resolved setting; weights and pool are taken from `current` where they do not change."""
+        weights, kv = self._weights(resolved, current), self._kv(resolved, current)
+        if current is not None and (weights is not current.weights or kv is not current.kv):
+            self._steps = {}
+        assert resolved.max_model_len is not None
+        return Parts(
+            optimizations=resolved,
+            weights=weights,
+            kv=kv,
+            runner=Runner(self._step(resolved, weights, kv), Sampler(), self.config.block_size, self.device),
+            admission=ContinuousAdmission() if resolved.continuous_batching else StaticAdmission(),
+            max_model_len=resolved.max_model_len,
+        )
+
+    def new_block_manager(self, parts: Parts) -> BlockManager:
+        """Empty books for a pool."""
+        return BlockManager(parts.kv.num_blocks, self.config.block_size)
+
+    def _weights(self, resolved: Optimizations, current: Parts | None) -> ModelWeights:
+        weight_format = resolved.weight_format
+        assert weight_format is not None
+        if current is not None and current.optimizations.weight_format == weight_format:
+            return current.weights
+        task = f"loading weights as {weight_format}"
+        reader = WeightReader(
+            self.checkpoint, weight_format, self.device, self.dtype, self._pack(), lambda f: self.progress(task, f)
+        )
+        with torch.no_grad():
+            return load_weights(reader, get_family(self.model_config.architecture))
+
+    def _pack(self) -> Callable[[LinearWeight], LinearWeight]:
+        if self.backend == "reference":
+            return lambda weight: weight
+        from strata_lab.kernels.cpu.packing import pack
+
+        return pack
+
+    def _kv(self, resolved: Optimizations, current: Parts | None) -> KVCache:
+        assert resolved.kv_cache_dtype is not None
+        pool = ("kv_cache_dtype", "gpu_memory_utilization", "max_num_seqs", "max_model_len")
+        if current is not None and not _differ(resolved, current.optimizations, ("kv_cache_dtype", "gpu_memory_utilization")):
+            tokens = current.kv.num_blocks * self.config.block_size
+            if not _differ(resolved, current.optimizations, pool) or (resolved.max_model_len or 0) <= tokens:
+                return current.kv
+        blocks = self.num_kv_blocks(resolved)
+        return KVCache(self.model_config, blocks, self.config.block_size, resolved.kv_cache_dtype, self.device)
+
+    def _step(self, resolved: Optimizations, weights: ModelWeights, kv: KVCache) -> Any:
+        key = (resolved.cuda_graph, resolved.fused_kernels)
+        if key not in self._steps:
+            ops = bind(self.backend)
+            model = CausalLM(self.model_config, weights, ops, self.rotary, fused=resolved.fused_kernels)
+            eager = EagerStep(model, kv, self.dtype)
+            self._steps[key] = self._captured(eager) if resolved.cuda_graph else eager
+        return self._steps[key]
+
+    def _captured(self, eager: EagerStep) -> Any:
+        reason = self.why_not_captured()
+        if reason:
+            fallback = Fallback("cuda_graph", reason)
+            if fallback not in self.fallbacks:
+                self.fallbacks.append(fallback)
+            return eager
+        on_cpu = self.device.type == "cpu"
+        step = CompiledStep(eager, whole_model=self.config.compile_whole_model) if on_cpu else CudaGraphStep(eager)
+        task = "compiling the decode step" if on_cpu else "capturing the decode step"
+        step.prepare(lambda fraction: self.progress(task, fraction))
+        return step
+
+    def why_not_captured(self) -> str:
+        """Why `cuda_graph` has no effect here; empty where it has."""
+        if self.device.type == "cpu" and self.model_config.num_experts:
+            return "which experts run depends on the data, so the step of a mixture of experts stays eager on a CPU"
+        if self.device.type == "cpu" and self.backend == "reference":
+            return "without the CPU kernels the step stays eager"
+        return ""
+
+    def close(self) -> None:
+        """Drop every reference to device memory and to the checkpoint."""
+        self._steps = {}
+        self.checkpoint.close()
+
+
+def _differ(a: Optimizations, b: Optimizations, names: tuple[str, ...]) -> bool:
+    return any(getattr(a, name) != getattr(b, name) for name in names)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}: torch {torch.__version__} sees no CUDA device; try device='cpu'")
+    return torch.device(name)
+
+
+def _open(config: EngineConfig) -> Any:
+    preset = preset_config(config.model)
+    if preset is not None:
+        return PresetCheckpoint(config.model, preset, config.seed)
+    from strata_lab.models.loader import open_checkpoint
+
+    return open_checkpoint(config.model)
+
+
+def changed_fields(before: Optimizations, after: Optimizations) -> Mapping[str, Any]:
+    """Fields whose value differs, with the new value."""
+    old = before.as_dict()
+    return {name: value for name, value in after.as_dict().items() if old[name] != value}

@@ -1,0 +1,318 @@
+"""`strata`: the engine from a terminal.
+
+Commands parse, call the package and print; nothing is computed here. Text goes to standard output, everything about
+the text (timings, progress, errors) to standard error, so that a pipe gets only the text. torch is imported when a
+command needs it, so help and mistakes in the flags are answered at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from strata_lab import __version__
+from strata_lab.cli_answer import answer
+from strata_lab.cli_options import config_flags, given, parse_toggle, sampling_flags, toggle_flags, with_flags
+from strata_lab.config import DEFAULT_MODEL, ConfigError, engine_config, toggles
+from strata_lab.request import RequestError, SamplingParams
+
+USER_ERROR, INTERRUPTED = 2, 130  # exit codes: like click's own usage errors; 128 + SIGINT
+app = typer.Typer(
+    name="strata",
+    help="A small, fast LLM decode engine whose optimizations can be flipped while it runs.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its panels cut long flag names off in a narrow terminal
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+Model = Annotated[str, typer.Option("--model", "-m", help="A known name, a preset, a .gguf file or a model folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+CHAT_HELP = """/set TOGGLE VALUE   change a toggle of the running engine (/set alone lists them)
+/stats              where the engine stands
+/reset              forget the conversation
+/help               this list
+/exit               leave (also Ctrl+D)"""
+
+
+def plain_errors(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: mistakes of the user become one line on standard error and exit code 2."""
+
+    @functools.wraps(command)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except ValueError as error:
+            if not isinstance(error, _user_errors()):
+                raise
+            _fail(str(error))
+
+    return guarded
+
+
+def _user_errors() -> tuple[type[ValueError], ...]:
+    from strata_lab.models.checkpoint import CheckpointError  # here because it imports torch
+    from strata_lab.tokenizer import TokenizerError
+
+    return ConfigError, RequestError, CheckpointError, TokenizerError
+
+
+def _fail(message: str, code: int = USER_ERROR) -> None:
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    raise typer.Exit(code)
+
+
+def make_engine(model: str, **options: Any) -> Any:
+    """An engine with its loading shown on standard error where that is a terminal."""
+    engine_config(model, **options)  # a mistake shows before torch is imported
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status(f"loading {model}") as status:
+        from strata_lab.engine import LLMEngine
+
+        return LLMEngine(model, on_progress=lambda task, done: status.update(f"{task} {done:.0%}"), **options)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        typer.echo(f"strata {__version__}")
+        raise typer.Exit
+
+
+# -- generate -------------------------------------------------------------------------------------------------------
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@app.command()
+@with_flags(toggle_flags(), config_flags(skip=["seed"]), sampling_flags())
+@plain_errors
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="What to continue; '-' or nothing reads standard input.")] = None,
+    model: Model = DEFAULT_MODEL,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    as_json: AsJson = False,
+    **options: Any,
+) -> None:
+    """Continue a prompt, streaming the text as it comes."""
+    params = SamplingParams(**given(options, SamplingParams))
+    text = _prompt_text(prompt)
+    with make_engine(model, **_engine_options(options)) as engine:
+        if engine.tokenizer is None:
+            raise ConfigError(f"{model} has no tokenizer, so it cannot read text; try {DEFAULT_MODEL}")
+        wish = [{"role": "user", "content": text}] if chat else text
+        result = answer(engine, wish, params, (lambda piece: None) if as_json else _write)
+        toggled = engine.optimizations.as_dict()
+    if as_json:
+        facts = {
+            "model": model,
+            "text": result.text,
+            "token_ids": result.token_ids,
+            "finish_reason": result.finish_reason,
+        }
+        counts = {"prompt_tokens": result.prompt_tokens, "output_tokens": len(result.token_ids)}
+        typer.echo(json.dumps(facts | counts | result.figures() | {"toggles": toggled}, ensure_ascii=False))
+    else:
+        _write("\n")
+        typer.echo(result.summary(), err=True)
+    if result.error is not None:
+        _fail(result.error, 1)
+    if result.finish_reason == "abort":
+        raise typer.Exit(INTERRUPTED)
+
+
+def _prompt_text(prompt: str | None) -> str:
+    if prompt is not None and prompt != "-":
+        return prompt
+    if sys.stdin.isatty():
+        raise RequestError("no prompt; give one as an argument, for example strata generate 'Hello', or pipe it in")
+    return sys.stdin.read()
+
+
+def _engine_options(options: dict[str, Any]) -> dict[str, Any]:
+    sampling = {f.name for f in dataclasses.fields(SamplingParams)}
+    return {name: value for name, value in given(options).items() if name not in sampling}
+
+
+# -- chat -----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+@with_flags(toggle_flags(), config_flags(skip=["seed"]), sampling_flags())
+@plain_errors
+def chat(
+    model: Model = DEFAULT_MODEL,
+    system: Annotated[str | None, typer.Option(help="Instructions that stand before the conversation.")] = None,
+    **options: Any,
+) -> None:
+    """Talk with the model; /help lists what can be changed while it runs."""
+    params = SamplingParams(**given(options, SamplingParams))
+    start = [] if system is None else [{"role": "system", "content": system}]
+    with make_engine(model, **_engine_options(options)) as engine:
+        if engine.tokenizer is None or engine.tokenizer.chat_template is None:
+            raise ConfigError(f"{model} has no chat template; try strata generate, or {DEFAULT_MODEL}")
+        typer.echo(f"{engine!r}; /help for commands", err=True)
+        messages = list(start)
+        for line in _lines():
+            if not line.startswith("/"):
+                _turn(engine, messages, line, params)
+            elif line in ("/exit", "/quit"):
+                break
+            elif line == "/reset":
+                messages = list(start)
+            else:
+                _chat_command(engine, line)
+
+
+def _lines() -> Iterator[str]:
+    """Non-empty lines from the keyboard or a pipe, until its end."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        import readline  # noqa: F401  (gives input() a history and line editing)
+    while True:
+        try:
+            line = input("> ") if interactive else sys.stdin.readline()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if not interactive and not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _turn(engine: Any, messages: list[dict[str, str]], text: str, params: SamplingParams) -> None:
+    messages.append({"role": "user", "content": text})
+    try:
+        result = answer(engine, messages, params, _write)
+    except RequestError as error:
+        messages.pop()
+        typer.echo(f"error: {error}; /reset forgets the conversation", err=True)
+        return
+    _write("\n")
+    messages.append({"role": "assistant", "content": result.text})
+    typer.echo(f"[{result.error or result.summary()}]", err=True)
+
+
+def _chat_command(engine: Any, line: str) -> None:
+    words = line.split()
+    if words[0] == "/stats":
+        typer.echo("\n".join(f"{name:24} {value}" for name, value in dataclasses.asdict(engine.stats()).items()))
+    elif words[0] == "/set" and len(words) == 1:
+        values = engine.optimizations.as_dict()
+        typer.echo("\n".join(f"{t.name:24} {values[t.name]!s:8} {t.doc}" for t in toggles()))
+    elif words[0] == "/set" and len(words) == 3:
+        try:
+            name = words[1].replace("-", "_")
+            typer.echo(str(engine.apply(**{name: parse_toggle(name, words[2])})))
+        except ConfigError as error:
+            typer.echo(f"error: {error}")
+    else:
+        typer.echo(CHAT_HELP if words[0] == "/help" else f"unknown command {line!r}\n{CHAT_HELP}")
+
+
+# -- climb and doctor -----------------------------------------------------------------------------------------------
+
+
+@app.command()
+@with_flags(toggle_flags(kinds=("int", "float")), config_flags())
+@plain_errors
+def climb(
+    model: Model = DEFAULT_MODEL,
+    tokens: Annotated[int, typer.Option(help="Output tokens of a run.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(help="Prompt tokens of a run.")] = 128,
+    streams: Annotated[int, typer.Option(help="Concurrent requests of the several-streams part.")] = 4,
+    rounds: Annotated[int, typer.Option(help="Runs after each change; before it one more.")] = 1,
+    html: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("climb.html"),
+    results: Annotated[Path | None, typer.Option(help="Folder for climb.json. Default: beside the page.")] = None,
+    as_json: AsJson = False,
+    **options: Any,
+) -> None:
+    """Measure every optimization on this machine, one at a time, as a table and a page."""
+    engine_config(model, **given(options))
+    from strata_lab.bench import climb as climbing
+    from strata_lab.bench.climb_report import html_page, text_table
+    from strata_lab.bench.harness import write_results
+
+    sizes = {"tokens": tokens, "prompt_tokens": prompt_tokens, "streams": streams, "rounds": rounds}
+    with _bar() as progress:
+        records = climbing.climb(model, progress=progress, **sizes, **given(options))
+    data = [r.as_dict() for r in records]
+    path = write_results("climb", records, results or html.parent)
+    html.parent.mkdir(parents=True, exist_ok=True)
+    html.write_text(html_page(data), encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(data, ensure_ascii=False))
+    else:
+        _console().print(text_table(data))
+    typer.echo(f"page: {html}\nrecords: {path}", err=True)
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[str, float], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    bar = (TextColumn("{task.description:44}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"), TimeElapsedColumn())
+    with Progress(*bar, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("loading", total=1.0)
+        yield lambda text, fraction: progress.update(task, description=text, completed=fraction)
+
+
+@app.command()
+@plain_errors
+def doctor(model: Model = DEFAULT_MODEL, as_json: AsJson = False) -> None:
+    """Say what is here, what is missing, what each toggle does on this machine, and how to mend what is wrong."""
+    from strata_lab.telemetry.doctor import examine
+
+    checks = examine(model)
+    ok = all(c.verdict != "fail" for c in checks)
+    if as_json:
+        typer.echo(json.dumps({"ok": ok, "checks": [dataclasses.asdict(c) for c in checks]}, ensure_ascii=False))
+    else:
+        _print_checks(checks)
+    raise typer.Exit(0 if ok else 1)
+
+
+def _print_checks(checks: list[Any]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"ok": "green", "warn": "yellow", "fail": "red"}
+    table = Table(box=None, pad_edge=False)
+    for head in ("", "check", "value", "fix"):
+        table.add_column(head, overflow="fold")
+    section = ""
+    for c in checks:
+        if c.section != section:
+            section = c.section
+            table.add_row("", Text(section, style="bold"))
+        table.add_row(Text(c.verdict, style=colours[c.verdict]), f"  {c.name}", Text(c.value), Text(c.fix))
+    _console().print(table)
+
+
+def _console() -> Any:
+    """Standard output; wide and uncut when it is no terminal, so that a file gets whole lines."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=220, soft_wrap=False)
+
+
+def main() -> None:
+    """Entry point of the `strata` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

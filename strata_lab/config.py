@@ -1,0 +1,327 @@
+"""Every setting of the engine, validated once, with errors that say what would work.
+
+`Optimizations` holds the toggles people flip while the engine runs; `EngineConfig` holds what is fixed
+for the life of an engine. Nothing here touches a device: whether a *valid* value is also *possible* on
+this machine is decided in `build.py`, which is the only file that reads `Optimizations`.
+
+CLI flags, the notebook panel, the ablation table, `strata doctor` and the equivalence tests are derived
+from `toggles()`; none of them lists a toggle by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+DEFAULT_MODEL = "smollm2-135m"
+BLOCK_SIZES = (8, 16, 32)
+WEIGHT_FORMATS = ("bf16", "fp32", "fp8", "int8", "int4")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+class ConfigError(ValueError):
+    """A setting is wrong. The message names the value, the rule and a value that works."""
+
+
+@dataclass(frozen=True)
+class Toggle:
+    """What is known about one field of `Optimizations` (derived, see `toggles()`).
+
+    Attributes:
+        name: field name, also the CLI flag (with dashes) and the widget label.
+        doc: one sentence for help texts and tooltips.
+        kind: "bool", "choice", "int" or "float".
+        choices: legal values of a choice, off value first; empty for other kinds.
+        minimum, maximum: inclusive bounds of a number; None where there is none.
+        off: the value in `Optimizations.none()`.
+        default: the value in `Optimizations()`.
+        cost: "live" (a swap between two steps) or "rebuild" (weights or pools are rebuilt).
+        lossless: whether greedy tokens are unchanged by it.
+        optional: whether None is legal; it then means "decided at load time".
+    """
+
+    name: str
+    doc: str
+    kind: Literal["bool", "choice", "int", "float"]
+    choices: tuple[str, ...]
+    minimum: float | None
+    maximum: float | None
+    off: Any
+    default: Any
+    cost: Literal["live", "rebuild"]
+    lossless: bool
+    optional: bool
+
+    def check(self, value: Any) -> Any:
+        """Return `value` in the field's type, or raise `ConfigError` naming a value that works."""
+        if value is None and self.optional:
+            return None
+        if self.kind == "bool":
+            if isinstance(value, bool):
+                return value
+            raise ConfigError(f"{self.name}={value!r} must be True or False; try {self.default}")
+        if self.kind == "choice":
+            if value in self.choices:
+                return value
+            raise ConfigError(
+                f"{self.name}={value!r} must be one of {', '.join(self.choices)}; try {self.choices[0]!r}"
+            )
+        return self._check_number(value)
+
+    def _check_number(self, value: Any) -> int | float:
+        example = self.default if self.default is not None else self.minimum
+        whole = self.kind == "int"
+        is_number = isinstance(value, int) or (not whole and isinstance(value, float) and math.isfinite(value))
+        if isinstance(value, bool) or not is_number:
+            raise ConfigError(f"{self.name}={value!r} must be a {'whole ' if whole else ''}number; try {example}")
+        if self.minimum is not None and value < self.minimum:
+            raise ConfigError(f"{self.name}={value} must be at least {self.minimum:g}; try {example}")
+        if self.maximum is not None and value > self.maximum:
+            raise ConfigError(f"{self.name}={value} must be at most {self.maximum:g}; try {example}")
+        return int(value) if whole else float(value)
+
+
+def _toggle(
+    doc: str,
+    default: Any,
+    off: Any,
+    *,
+    cost: str = "live",
+    lossless: bool = True,
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+    number: str = "",
+    optional: bool = False,
+) -> Any:
+    kind = "choice" if choices else (number or "bool")
+    meta = {"doc": doc, "kind": kind, "choices": choices, "minimum": minimum, "maximum": maximum, "off": off,
+            "cost": cost, "lossless": lossless, "optional": optional}  # fmt: skip
+    return field(default=default, metadata={"toggle": meta})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizations:
+    """The toggles. Defaults are what suits most people; `none()` is the slow, obviously right engine."""
+
+    cuda_graph: bool = _toggle(
+        "Replay the decode step from a capture instead of launching it op by op "
+        "(a CUDA graph on a GPU, a step compiled by inductor on a CPU).",
+        default=True, off=False,
+    )  # fmt: skip
+    fused_kernels: bool = _toggle(
+        "Run norm+QKV, RoPE+cache write, gate/up+SiLU and projection+residual as one kernel each.",
+        default=True, off=False,
+    )  # fmt: skip
+    weight_format: str | None = _toggle(
+        "Number format of the linear layers' weights; None takes what the checkpoint is stored in.",
+        default=None, off="bf16", choices=WEIGHT_FORMATS, cost="rebuild", lossless=False, optional=True,
+    )  # fmt: skip
+    kv_cache_dtype: str | None = _toggle(
+        "Number format of the KV cache; None takes the engine's dtype.",
+        default=None, off="bf16", choices=("bf16", "fp32", "fp8"), cost="rebuild", lossless=False, optional=True,
+    )  # fmt: skip
+    continuous_batching: bool = _toggle(
+        "Admit a new request as soon as there is room; off waits until the whole batch has finished.",
+        default=True, off=False,
+    )  # fmt: skip
+    max_num_seqs: int = _toggle(
+        "Most requests that run at the same time.", default=16, off=16, number="int", minimum=1, maximum=1024
+    )
+    max_num_batched_tokens: int = _toggle(
+        "Most tokens in one step, prompt slices and decode tokens together; a longer prompt is sliced.",
+        default=512, off=512, number="int", minimum=1, maximum=131072,
+    )  # fmt: skip
+    gpu_memory_utilization: float = _toggle(
+        "Share of the device's memory that weights, KV cache and workspace may take together.",
+        default=0.9, off=0.9, number="float", minimum=0.05, maximum=1.0, cost="rebuild",
+    )  # fmt: skip
+    max_model_len: int | None = _toggle(
+        "Longest prompt plus output of one request, in tokens; None takes the model's own limit.",
+        default=None, off=None, number="int", minimum=2, cost="rebuild", optional=True,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        for t in toggles():
+            object.__setattr__(self, t.name, t.check(getattr(self, t.name)))
+
+    @classmethod
+    def none(cls) -> Optimizations:
+        """Everything off: the engine that others are compared against."""
+        return cls(**{t.name: t.off for t in toggles()})
+
+    def replace(self, changes: Mapping[str, Any]) -> Optimizations:
+        """A copy with `changes`; unknown names and bad values raise `ConfigError`."""
+        check_names(changes, [t.name for t in toggles()], "optimization")
+        return dataclasses.replace(self, **changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Field name to value, in declaration order."""
+        return dataclasses.asdict(self)
+
+
+def toggles() -> tuple[Toggle, ...]:
+    """One `Toggle` per field of `Optimizations`, in declaration order."""
+    return tuple(
+        Toggle(name=f.name, default=f.default, **f.metadata["toggle"]) for f in dataclasses.fields(Optimizations)
+    )
+
+
+def check_names(given: Mapping[str, Any], known: list[str], what: str) -> None:
+    """Raise `ConfigError` for the first name in `given` that is not in `known`, with the nearest match."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"unknown {what} {name!r}; {hint}")
+
+
+def check_whole(name: str, value: Any, minimum: int, example: int) -> None:
+    """Raise `ConfigError` unless `value` is a whole number of at least `minimum`; `example` is one that works."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ConfigError(f"{name}={value!r} must be a whole number of at least {minimum}; try {example}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What is fixed for the life of one engine.
+
+    Attributes:
+        model: a known name ("smollm2-135m"), a preset ("qwen3.8-flash@0.05"), a .gguf file or a
+            Hugging Face folder.
+        device: "auto" takes CUDA where there is one.
+        dtype: dtype of activations; "auto" is bfloat16 on CUDA and float32 on CPU.
+        block_size: tokens per KV block.
+        num_kv_blocks: size of the pool; None sizes it from free memory.
+        compile_whole_model: on a CPU, compile all layers as one graph instead of one layer that all share: about ten
+            times slower to compile, a little faster to run.
+        seed: seeds random weights of presets and requests that carry no seed.
+        optimizations: the toggles at start.
+    """
+
+    model: str = DEFAULT_MODEL
+    device: str = "auto"
+    dtype: str = "auto"
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    compile_whole_model: bool = False
+    seed: int = 0
+    optimizations: Optimizations = field(default_factory=Optimizations)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", str(self.model))
+        object.__setattr__(self, "device", str(self.device))  # a torch.device is welcome
+        if not re.fullmatch(r"cuda:\d+", self.device):
+            _one_of("device", self.device, DEVICES)
+        _one_of("dtype", self.dtype, DTYPES)
+        check_whole("block_size", self.block_size, BLOCK_SIZES[0], 16)
+        _one_of("block_size", self.block_size, BLOCK_SIZES)
+        check_whole("seed", self.seed, 0, 42)
+        if self.num_kv_blocks is not None:
+            check_whole("num_kv_blocks", self.num_kv_blocks, 1, 64)
+        if not isinstance(self.optimizations, Optimizations):
+            raise ConfigError(f"optimizations={self.optimizations!r} must be an Optimizations; try Optimizations()")
+
+
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} must be one of {', '.join(map(str, allowed))}; try {allowed[0]!r}")
+
+
+# The source articles' and vLLM's names for our fields, accepted by `LLMEngine(...)`.
+ALIASES = {"quantization": "weight_format", "max_batch_size": "max_num_seqs", "max_seq_len": "max_model_len"}
+
+
+def engine_config(
+    model: Any = DEFAULT_MODEL, *, optimizations: Optimizations | None = None, **options: Any
+) -> EngineConfig:
+    """Build an `EngineConfig` from flat keyword options, as `LLMEngine(...)` and the CLI take them.
+
+    Options are the fields of `EngineConfig` and `Optimizations` and the names in `ALIASES`. Options given
+    beside `optimizations` override it. Raises `ConfigError` for unknown names and bad values.
+    """
+    config_fields = [f.name for f in dataclasses.fields(EngineConfig) if f.name not in ("model", "optimizations")]
+    toggle_fields = [t.name for t in toggles()]
+    check_names(options, config_fields + toggle_fields + list(ALIASES), "engine option")
+    for alias, name in ALIASES.items():
+        if alias in options:
+            if name in options:
+                raise ConfigError(f"{alias} and {name} are the same setting; give only {name}")
+            options[name] = options.pop(alias)
+    changes = {k: v for k, v in options.items() if k in toggle_fields}
+    fixed = {k: v for k, v in options.items() if k in config_fields}
+    start = EngineConfig(
+        model=model, optimizations=Optimizations() if optimizations is None else optimizations, **fixed
+    )
+    return dataclasses.replace(start, optimizations=start.optimizations.replace(changes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Geometry of a decoder-only model, in the names of the field (Hugging Face's `config.json`, made regular).
+
+    Attributes:
+        architecture: key of the model registry: "llama", "qwen2", "qwen3" or "qwen3_moe".
+        vocab_size: V.
+        hidden_size: width of the residual stream.
+        num_layers: decoder layers.
+        num_q_heads, num_kv_heads, head_dim: H, Hkv and D.
+        intermediate_size: width of the dense MLP.
+        max_position: longest sequence the model was made for.
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: None, or the parameters of the "linear" or "llama3" scaling rule.
+        rms_norm_eps: epsilon of every norm.
+        tie_word_embeddings: the LM head is the embedding.
+        attention_bias: q, k and v projections have a bias (Qwen2).
+        qk_norm: q and k heads are normalized before RoPE (Qwen3).
+        num_experts: 0 for a dense model.
+        num_experts_per_tok, moe_intermediate_size, norm_topk_prob: routing (Qwen3-MoE).
+        bos_token_id: None where the model has none.
+        eos_token_ids: any of them ends a text.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position: int
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    qk_norm: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "num_layers", "num_q_heads", "num_kv_heads", "head_dim", "max_position")
+        for name in sizes:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r} in the model's config must be a whole number of at least 1")
+        if self.num_q_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_q_heads={self.num_q_heads} must be a multiple of num_kv_heads={self.num_kv_heads}; "
+                "check num_attention_heads and num_key_value_heads in the model's config"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim} must be even for rotary embeddings; try {self.head_dim + 1}")
+        if self.num_experts and not 0 < self.num_experts_per_tok <= self.num_experts:
+            raise ConfigError(
+                f"num_experts_per_tok={self.num_experts_per_tok} must be from 1 to num_experts={self.num_experts}"
+            )

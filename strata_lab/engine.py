@@ -1,0 +1,275 @@
+"""LLMEngine: what people call. Loads a model, takes requests, streams tokens, changes settings while it runs.
+
+Work happens in `engine_loop.py`, objects are made in `build.py`; this file is the public face of both and holds no
+decode logic.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from strata_lab.apply import ApplyReport, Fallback, FieldResult, Status
+from strata_lab.build import Builder, changed_fields
+from strata_lab.config import DEFAULT_MODEL, ConfigError, EngineConfig, Optimizations, engine_config, toggles
+from strata_lab.engine_loop import EngineClosedError, EngineLoop, EngineStats
+from strata_lab.events import EventLog, ProgressEvent, StepEvent, TokenEvent
+from strata_lab.explain import explain
+from strata_lab.request import RequestOutput, SamplingParams
+from strata_lab.scheduler import Scheduler
+from strata_lab.session import Intake, Prompt, TokenStream, collect
+
+__all__ = ["EngineClosedError", "EngineStats", "LLMEngine"]
+
+_open_engines: weakref.WeakSet[LLMEngine] = weakref.WeakSet()
+
+
+class LLMEngine:
+    """A model, its KV cache and the loop that serves it.
+
+    Example:
+        >>> with LLMEngine("smollm2-135m") as engine:
+        ...     print(engine.generate("The capital of France is")[0].text)
+
+    Args:
+        model: a known name, a preset, a .gguf file or a Hugging Face folder.
+        optimizations: the toggles at start; `Optimizations()` by default.
+        on_progress: called with (task, fraction) during long work; the same goes into `events`.
+        **options: fields of `EngineConfig` and `Optimizations`, and the names `quantization`, `max_batch_size` and
+            `max_seq_len` that other engines use.
+
+    Raises:
+        ConfigError: an option is unknown, wrong or impossible here.
+        CheckpointError: the model cannot be read.
+    """
+
+    def __init__(
+        self,
+        model: Any = DEFAULT_MODEL,
+        *,
+        optimizations: Optimizations | None = None,
+        on_progress: Callable[[str, float], None] | None = None,
+        **options: Any,
+    ) -> None:
+        self.config: EngineConfig = engine_config(model, optimizations=optimizations, **options)
+        self.events = EventLog()
+        self._on_progress = on_progress
+        self._apply_lock = threading.Lock()  # one change of settings at a time
+        self._builder = Builder(self.config, self._progress)
+        self.model_config, self.device = self._builder.model_config, self._builder.device
+        self.tokenizer = self._builder.checkpoint.tokenizer()
+        parts = self._builder.parts(self._builder.resolve(self.config.optimizations))
+        scheduler = Scheduler(
+            self._builder.new_block_manager(parts),
+            max_num_seqs=parts.optimizations.max_num_seqs,
+            max_num_batched_tokens=parts.optimizations.max_num_batched_tokens,
+            max_model_len=parts.max_model_len,
+            admission=parts.admission,
+        )
+        self._loop = EngineLoop(parts, scheduler, self.model_config, self.events)
+        self._intake = Intake(self.tokenizer, self.model_config)
+        _open_engines.add(self)
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def optimizations(self) -> Optimizations:
+        """The toggles in force, every None decided."""
+        self._loop.check_open()
+        return self._loop.parts.optimizations
+
+    @property
+    def fallbacks(self) -> tuple[Fallback, ...]:
+        """What was asked for and cannot be done here, and what is done instead."""
+        return tuple(self._builder.fallbacks)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._loop.closed
+
+    def explain(self) -> dict[str, str]:
+        """Toggle name to what it does on this machine, or why it has no effect."""
+        texts = explain(self.device.type)
+        reason = self._builder.why_not_captured()
+        return texts | {"cuda_graph": f"No effect here: {reason}."} if reason else texts
+
+    def stats(self) -> EngineStats:
+        """Counters and memory, as of now."""
+        return self._loop.stats()
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, priority: int = 0
+    ) -> str:
+        """Queue a request and return its id; follow it with `output`, or with `step` when the loop does not run.
+
+        Args:
+            prompt: text, token ids, or chat messages ({"role", "content"} mappings).
+            params: how to sample; `SamplingParams()` by default.
+            request_id: a name of your own that is not in use.
+            priority: who has the higher one is preempted last.
+
+        Raises:
+            RequestError: it is empty, too long, malformed, or the queue is full.
+        """
+        self._loop.check_open()
+        session = self._intake.session(prompt, params or SamplingParams(), request_id, priority)
+        self._loop.add(session)
+        return session.request.request_id
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now, in any state; its text so far is kept. False if it is unknown or has ended."""
+        return self._loop.abort(request_id)
+
+    def output(self, request_id: str) -> RequestOutput:
+        """What a request has produced so far; raises `KeyError` for one that is not known."""
+        return self._loop.session(request_id).output()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts and return their outputs in order.
+
+        Args:
+            prompts: one prompt or a list of them.
+            sampling_params: one for all, or one per prompt.
+            progress: show a bar.
+
+        Raises:
+            RequestError: a prompt cannot be served; nothing of the call is left running.
+            KeyboardInterrupt: the user stopped it; its requests are aborted and their blocks are free again.
+        """
+        self.start()
+        sessions = [
+            self._intake.session(prompt, params, None, 0)
+            for prompt, params in self._intake.pair(prompts, sampling_params)
+        ]
+        try:
+            for session in sessions:
+                self._loop.add(session)
+            return collect(sessions, progress)
+        finally:
+            for session in sessions:
+                self._loop.forget(session.request.request_id)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None
+    ) -> RequestOutput:
+        """Answer a conversation through the model's chat template."""
+        return self.generate([list(messages)], sampling_params)[0]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> TokenStream:
+        """Tokens of one request as they come. Closing the iterator aborts the request."""
+        self.start()
+        request_id = self.add_request(prompt, sampling_params)
+        return TokenStream(self._loop.session(request_id), lambda: self._loop.forget(request_id))
+
+    def astream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncIterator[TokenEvent]:
+        """`stream` for asyncio (`async for`); never blocks the event loop."""
+        return self.stream(prompt, sampling_params)
+
+    def step(self) -> StepEvent | None:
+        """Run one step in the calling thread, when the background loop does not run; None without work."""
+        return self._loop.step()
+
+    # -- settings -----------------------------------------------------------------------------------------------
+
+    def apply(self, **changes: Any) -> ApplyReport:
+        """Change toggles of the running engine; returns when they are in force or refused.
+
+        New weights, pools and captures are built in the calling thread while the engine goes on; the swap happens
+        between two steps. Unknown names, bad values and impossible combinations are refused with a reason, change
+        nothing, and leave the engine serving. Requests in flight continue; with a new KV pool their tokens are
+        computed again.
+        """
+        with self._apply_lock:
+            before = self.optimizations
+            refused = {name: reason for name in changes if (reason := _why_bad(name, changes[name]))}
+            wanted = {name: value for name, value in changes.items() if name not in refused}
+            report = self._change(before, wanted) if wanted else ApplyReport({})
+            answers = {name: FieldResult("refused", getattr(before, name, None), why) for name, why in refused.items()}
+            return ApplyReport({**answers, **report.results}, report.build_ms, report.swap_ms)
+
+    def _change(self, before: Optimizations, wanted: Mapping[str, Any]) -> ApplyReport:
+        started = time.perf_counter()
+        try:
+            after = self._builder.resolve(before.replace(_derive_again(wanted)))
+            parts = self._builder.parts(after, self._loop.parts)
+            build_ms = (time.perf_counter() - started) * 1e3
+            swap_ms = self._loop.swap(parts, self._builder.new_block_manager, build_ms)
+        except (ConfigError, MemoryError, torch.OutOfMemoryError) as error:
+            return ApplyReport({n: FieldResult("refused", getattr(before, n), str(error)) for n in wanted})
+        moved, costs, texts = changed_fields(before, after), {t.name: t.cost for t in toggles()}, self.explain()
+        answers = {}
+        for name in wanted:
+            status: Status = "unchanged" if name not in moved else "rebuilt" if costs[name] == "rebuild" else "applied"
+            note = texts[name] if texts[name].startswith("No effect") else ""
+            answers[name] = FieldResult(status, getattr(after, name), note)
+        return ApplyReport(answers, build_ms, swap_ms)
+
+    def _progress(self, task: str, fraction: float) -> None:
+        self.events.append(ProgressEvent(time.perf_counter(), task, fraction))
+        if self._on_progress is not None:
+            self._on_progress(task, fraction)
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the background loop; does nothing if it runs. `generate` and `stream` do it themselves."""
+        self._loop.start()
+
+    def close(self) -> None:
+        """Stop the loop, end all requests and give the memory back. Safe to repeat."""
+        if self._loop.closed:
+            return
+        self._loop.close()
+        with self._apply_lock:  # a change that is being built ends first, refused by the closed loop
+            self._builder.close()
+            del self._loop.parts, self._loop.scheduler
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> LLMEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self.optimizations.weight_format}, {self.device.type}"
+        return f"LLMEngine({self.config.model!r}, {state})"
+
+
+def _why_bad(name: str, value: Any) -> str:
+    """Why a change is wrong whatever the machine; empty if it is not."""
+    try:
+        Optimizations().replace({name: value})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _derive_again(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The changes, and `max_model_len` left to be derived from the new pool when one is made."""
+    makes_pool = {"kv_cache_dtype", "gpu_memory_utilization"} & set(changes)
+    return {"max_model_len": None, **changes} if makes_pool else dict(changes)
+
+
+@atexit.register
+def _close_all() -> None:
+    for engine in list(_open_engines):
+        engine.close()

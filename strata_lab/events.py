@@ -1,0 +1,147 @@
+"""What the engine tells the world: plain records in a ring buffer, nothing else.
+
+Charts, metrics and the server read these and never reach into the engine. Torch-free. A reader keeps a
+cursor; a slow reader loses the oldest records and is told how many, and never slows the engine down.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+EVENT_CAPACITY = 8192  # about a minute of steps at 130 steps/s
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One generated token.
+
+    Attributes:
+        request_id: whose token it is.
+        token_id: -1 for an event that only carries the end of a request.
+        text: characters that became certain with this token; may be empty in the middle of a character.
+        index: position among the generated tokens, from 0.
+        finish_reason: "stop", "length", "abort" or "error" on the last event, else None.
+        error: what went wrong, when `finish_reason` is "error".
+    """
+
+    request_id: str
+    token_id: int
+    text: str
+    index: int
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """One engine step.
+
+    Attributes:
+        step: step number, from 0.
+        t_s: `time.perf_counter()` at the end of the step, seconds.
+        duration_ms: wall time of the step.
+        schedule_ms, forward_ms, sample_ms, commit_ms: its parts (measured on the host; they sum to at most
+            `duration_ms`).
+        num_prefill_tokens, num_decode_tokens: tokens computed in this step by phase.
+        num_running, num_waiting, num_preempted: requests after the step; `num_preempted` counts the
+            preemptions of this step.
+        kv_blocks_used, kv_blocks_total: pool after the step.
+        bytes_moved: weights and KV bytes this step has to read, from shapes (see `telemetry/roofline.py`).
+        tokens: the tokens generated in this step.
+    """
+
+    step: int
+    t_s: float
+    duration_ms: float
+    schedule_ms: float
+    forward_ms: float
+    sample_ms: float
+    commit_ms: float
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_running: int
+    num_waiting: int
+    num_preempted: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    bytes_moved: int
+    tokens: tuple[TokenEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SettingEvent:
+    """A change of settings took effect between two steps.
+
+    Attributes:
+        t_s: `time.perf_counter()` when the new setting was in force, seconds.
+        changes: field name to the value now in force.
+        build_ms: time spent building what the change needed while the engine went on.
+        swap_ms: time the engine stood still for it.
+    """
+
+    t_s: float
+    changes: dict[str, Any]
+    build_ms: float
+    swap_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressEvent:
+    """Long work (loading, quantizing, compiling) has advanced.
+
+    Attributes:
+        t_s: `time.perf_counter()`, seconds.
+        task: what is being done, for a human.
+        fraction: 0.0 to 1.0.
+    """
+
+    t_s: float
+    task: str
+    fraction: float
+
+
+Event = StepEvent | SettingEvent | ProgressEvent
+
+
+@dataclass
+class EventLog:
+    """Thread-safe ring buffer of events with cursors."""
+
+    capacity: int = EVENT_CAPACITY
+    _events: deque[Event] = field(default_factory=deque, repr=False)
+    _next: int = 0
+    _changed: threading.Condition = field(default_factory=threading.Condition, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise ValueError(f"capacity={self.capacity} must be at least 1; try {EVENT_CAPACITY}")
+
+    def append(self, event: Event) -> None:
+        """Add an event; the oldest one is dropped when the buffer is full."""
+        with self._changed:
+            if len(self._events) == self.capacity:
+                self._events.popleft()
+            self._events.append(event)
+            self._next += 1
+            self._changed.notify_all()
+
+    @property
+    def cursor(self) -> int:
+        """The cursor that sees only events appended from now on."""
+        return self._next
+
+    def since(self, cursor: int) -> tuple[list[Event], int, int]:
+        """Events from `cursor` on, the next cursor, and how many events were lost in between."""
+        with self._changed:
+            first = self._next - len(self._events)
+            lost = max(0, first - cursor)
+            start = max(cursor, first) - first
+            return [self._events[i] for i in range(start, len(self._events))], self._next, lost
+
+    def wait(self, cursor: int, timeout_s: float) -> bool:
+        """Block until there is an event at or after `cursor`; False on timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._next > cursor, timeout_s)

@@ -1,0 +1,30 @@
+"""What each toggle does on a given kind of device, in one sentence for a tooltip. No toggle's value is read here."""
+
+from __future__ import annotations
+
+_SHARED = {
+    "continuous_batching": "New requests join the running batch at the next step; off makes them wait for the whole batch.",
+    "max_num_seqs": "More requests share one reading of the weights: total tok/s rises, tok/s per stream falls.",
+    "max_num_batched_tokens": "Long prompts are sliced to this budget, so running streams stall for less time per step.",
+    "max_model_len": "Bounds one request; the KV pool must hold at least one request of this length.",
+}
+_CPU = {
+    "cuda_graph": "The decode step is compiled by inductor, so Python no longer runs between its operators.",
+    "fused_kernels": "Norm, bias, SiLU and residual run inside the products, q/k/v and gate/up are one product each.",
+    "weight_format": "Decode reads every weight once per token: half the bytes is up to twice the speed. int8 and int4 "
+    "also quantize activations to 8 bits per 32 values.",
+    "kv_cache_dtype": "Storage only: fp8 holds twice the tokens of bf16; at short context the speed hardly changes.",
+    "gpu_memory_utilization": "Share of the free main memory; the KV pool also never takes more than its CPU cap.",
+}
+_CUDA = {
+    "cuda_graph": "Decode steps replay a captured CUDA graph per batch size instead of launching each kernel from Python.",
+    "fused_kernels": "q/k/v and gate/up are one product each, with the same operators as the unfused step otherwise.",
+    "weight_format": "Fewer bytes per weight; products dequantize with plain torch, which costs more than it saves so far.",
+    "kv_cache_dtype": "fp8 holds twice the tokens of bf16 and halves what attention reads at long context.",
+    "gpu_memory_utilization": "Share of the card's memory for weights, KV pool and workspace together.",
+}
+
+
+def explain(device_type: str) -> dict[str, str]:
+    """Toggle name to what it does on "cpu" or "cuda"."""
+    return _SHARED | (_CUDA if device_type == "cuda" else _CPU)

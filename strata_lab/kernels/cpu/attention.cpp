@@ -1,0 +1,244 @@
+// strata::paged_attention: causal attention of a ragged batch over a paged KV cache, float32 arithmetic.
+//
+// A task is (request, kv head, block of queries); where a request has few queries and there are few tasks, the chunks of
+// its keys become tasks too, and the last to finish merges them in order. Both ways compute the same bits. The q heads
+// that share a kv head are rows of one task, so K and V are read (and converted) once for all of them.
+
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "cache.h"
+#include "parallel.h"
+#include "softmax_chunk.h"
+
+namespace strata {
+namespace {
+
+constexpr int64_t kTaskRows = 64;         // query rows of a task: one conversion of K and V serves them all
+constexpr int64_t kTasksPerThread = 4;    // fewer leave threads idle at the end
+constexpr int64_t kSharedProducts = 32768;  // fewer multiplications are not worth a second thread
+
+// The queries [first, last) of one request for one kv head.
+struct Unit {
+  int64_t request, kv_head, first, last;
+  int64_t chunks;         // of keys that its last query sees
+  int64_t partials = -1;  // where its chunks' states begin in the shared scratch, if chunks are tasks
+};
+
+struct Task {
+  int64_t unit, first_chunk, last_chunk;
+};
+
+struct Queries {
+  const float* data;
+  int64_t token_stride, head_stride, dim, group;  // group: q heads that share a kv head
+  const int32_t *starts, *seq_lens;
+  const int32_t* tables;
+  int64_t table_width;
+  float scale, v_scale;
+  float* out;
+  int64_t num_heads;
+
+  int64_t count(int64_t b) const { return starts[b + 1] - starts[b]; }
+  int64_t position(int64_t b, int64_t query) const { return seq_lens[b] - count(b) + query; }
+  // Keys of a chunk that a query sees; none or less if it lies past the query.
+  int64_t visible(int64_t b, int64_t query, int64_t chunk) const {
+    return std::min(kChunk, position(b, query) + 1 - chunk * kChunk);
+  }
+  const float* row(int64_t b, int64_t query, int64_t head) const {
+    return data + (starts[b] + query) * token_stride + head * head_stride;
+  }
+  float* out_row(int64_t b, int64_t query, int64_t head) const {
+    return out + ((starts[b] + query) * num_heads + head) * dim;
+  }
+};
+
+// Grows and is kept per thread; 64-byte lines, since a load across two of them costs double.
+float* scratch(std::vector<float>& memory, int64_t floats) {
+  if (static_cast<int64_t>(memory.size()) < floats + 16) memory.resize(floats + 16);
+  const auto address = reinterpret_cast<uintptr_t>(memory.data());
+  return reinterpret_cast<float*>((address + 63) & ~uintptr_t{63});
+}
+
+// Pointers to the keys (or values) of one chunk as float32; converted into `room` unless they are stored so.
+template <typename C>
+void chunk_rows(const CacheView<C>& cache, const int32_t* table, int64_t chunk, int64_t count, int64_t head, float* room,
+                const float** rows) {
+  for (int64_t j = 0; j < count; ++j) {
+    const int64_t position = chunk * kChunk + j;
+    const C* row = cache.row(table[position / cache.block_size], position % cache.block_size, head);
+    if constexpr (std::is_same_v<C, float>) {
+      rows[j] = row;
+    } else {
+      float* converted = room + j * cache.head_dim;
+      for (int64_t c = 0; c < cache.head_dim; c += 8) _mm256_store_ps(converted + c, load8(row + c));
+      rows[j] = converted;
+    }
+  }
+  for (int64_t j = count; j % 8 != 0; ++j) rows[j] = rows[count - 1];
+}
+
+void finish(const Queries& q, const Unit& unit, int64_t query, int64_t head, float* state) {
+  const float total = total_of(state, q.dim);
+  if (total == 0.0f) return;  // sees nothing; the result starts as zeros
+  const __m256 factor = _mm256_set1_ps(q.v_scale / total);
+  float* out = q.out_row(unit.request, query, head);
+  for (int64_t i = 0; i < q.dim; i += 8) _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_loadu_ps(state + i), factor));
+}
+
+// Merge the states that tasks left in `partials` and write the results of a unit.
+void merge_chunks(const Queries& q, const Unit& unit, float* partials) {
+  const int64_t size = q.dim + kStateExtra, rows = (unit.last - unit.first) * q.group;
+  thread_local std::vector<float> memory;
+  float* state = scratch(memory, size);
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t query = unit.first + r / q.group, head = unit.kv_head * q.group + r % q.group;
+    clear_state(state, q.dim);
+    for (int64_t chunk = 0; chunk < unit.chunks && q.visible(unit.request, query, chunk) > 0; ++chunk) {
+      merge_states(state, partials + (unit.partials + chunk * rows + r) * size, q.dim);
+    }
+    finish(q, unit, query, head, state);
+  }
+}
+
+template <typename C>
+void run_task(const Queries& q, const Unit& unit, const Task& task, const CacheView<C>& k_cache,
+              const CacheView<C>& v_cache, float* partials) {
+  const int64_t size = q.dim + kStateExtra, rows = (unit.last - unit.first) * q.group;
+  const bool alone = partials == nullptr;
+  thread_local std::vector<float> memory;
+  float* k_room = scratch(memory, 2 * kChunk * q.dim + (rows + 1) * size);
+  float* v_room = k_room + kChunk * q.dim;
+  float* states = v_room + kChunk * q.dim;
+  float* part = states + rows * size;
+  const float *k_rows[kChunk], *v_rows[kChunk];
+  const int32_t* table = q.tables + unit.request * q.table_width;
+  for (int64_t r = 0; alone && r < rows; ++r) clear_state(states + r * size, q.dim);
+  for (int64_t chunk = task.first_chunk; chunk < task.last_chunk; ++chunk) {
+    const int64_t used = q.visible(unit.request, unit.last - 1, chunk);
+    if (used <= 0) break;
+    chunk_rows(k_cache, table, chunk, used, unit.kv_head, k_room, k_rows);
+    chunk_rows(v_cache, table, chunk, used, unit.kv_head, v_room, v_rows);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t query = unit.first + r / q.group, head = unit.kv_head * q.group + r % q.group;
+      const int64_t count = q.visible(unit.request, query, chunk);
+      if (count <= 0) continue;
+      float* state = alone ? part : partials + (unit.partials + chunk * rows + r) * size;
+      attend_chunk(q.row(unit.request, query, head), k_rows, v_rows, count, q.scale, q.dim, state);
+      if (alone) merge_states(states + r * size, state, q.dim);
+    }
+  }
+  for (int64_t r = 0; alone && r < rows; ++r) {
+    finish(q, unit, unit.first + r / q.group, unit.kv_head * q.group + r % q.group, states + r * size);
+  }
+}
+
+struct Plan {
+  std::vector<Unit> units;
+  std::vector<Task> tasks;
+  int64_t partial_states = 0;
+  int64_t products = 0;  // about how many multiplications
+};
+
+Plan plan(const Queries& q, int64_t requests, int64_t kv_heads) {
+  Plan p;
+  const int64_t block = std::max<int64_t>(4, kTaskRows / q.group);
+  const bool few = requests * kv_heads < kTasksPerThread * at::get_num_threads();
+  for (int64_t b = 0; b < requests; ++b) {
+    const bool split = few && q.count(b) <= block;
+    // the last queries see the most keys: started first, they do not end up alone
+    for (int64_t last = q.count(b); last > 0; last -= block) {
+      for (int64_t h = 0; h < kv_heads; ++h) {
+        const int64_t first = std::max<int64_t>(0, last - block);
+        Unit unit{b, h, first, last, std::max<int64_t>(1, (q.position(b, last - 1) + kChunk) / kChunk)};
+        const auto index = static_cast<int64_t>(p.units.size());
+        if (split && unit.chunks > 1) {
+          unit.partials = p.partial_states;
+          p.partial_states += unit.chunks * (last - first) * q.group;
+          for (int64_t chunk = 0; chunk < unit.chunks; ++chunk) p.tasks.push_back({index, chunk, chunk + 1});
+        } else {
+          p.tasks.push_back({index, 0, unit.chunks});
+        }
+        p.products += unit.chunks * kChunk * (last - first) * q.group * q.dim;
+        p.units.push_back(unit);
+      }
+    }
+  }
+  return p;
+}
+
+template <typename C>
+void run(const Queries& q, int64_t requests, const CacheView<C>& k_cache, const CacheView<C>& v_cache) {
+  const Plan p = plan(q, requests, k_cache.num_heads);
+  const auto partials = std::make_unique_for_overwrite<float[]>(p.partial_states * (q.dim + kStateExtra));
+  std::vector<std::atomic<int64_t>> done(p.units.size());
+  for_each_task(static_cast<int64_t>(p.tasks.size()), p.products >= kSharedProducts, [&](int64_t index) {
+    const Task& task = p.tasks[index];
+    const Unit& unit = p.units[task.unit];
+    run_task(q, unit, task, k_cache, v_cache, unit.partials < 0 ? nullptr : partials.get());
+    if (unit.partials >= 0 && done[task.unit].fetch_add(1) + 1 == unit.chunks) merge_chunks(q, unit, partials.get());
+  });
+}
+
+void check_lengths(const Queries& q, int64_t requests, int64_t tokens, int64_t num_blocks, int64_t block_size) {
+  TORCH_CHECK_VALUE(q.starts[0] == 0, "cu_seqlens_q must begin with 0, not ", q.starts[0]);
+  for (int64_t b = 0; b < requests; ++b) {
+    TORCH_CHECK_VALUE(q.count(b) >= 0 && q.starts[b + 1] <= tokens, "cu_seqlens_q must rise to at most ", tokens,
+                      ", the rows of q; request ", b, " ends at ", q.starts[b + 1]);
+    const int64_t blocks = (q.seq_lens[b] + block_size - 1) / block_size;
+    TORCH_CHECK_VALUE(blocks <= q.table_width, "request ", b, " has seq_len ", q.seq_lens[b], ", which needs ", blocks,
+                      " blocks of ", block_size, ", but block_tables has ", q.table_width, " columns");
+    for (int64_t i = 0; i < blocks; ++i) {
+      const int64_t id = q.tables[b * q.table_width + i];
+      TORCH_CHECK_VALUE(id >= 0 && id < num_blocks, "block ", id, " of request ", b, " lies outside the cache's ",
+                        num_blocks, " blocks");
+    }
+  }
+}
+
+at::Tensor as_int32(const at::Tensor& t, at::IntArrayRef sizes, const char* name) {
+  TORCH_CHECK_VALUE(t.scalar_type() == at::kInt && t.sizes() == sizes, name, " must be int32 ", sizes, ", not ",
+                    t.scalar_type(), " ", t.sizes());
+  return t.contiguous();
+}
+
+at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
+                           const at::Tensor& block_tables, const at::Tensor& seq_lens, const at::Tensor& cu_seqlens_q,
+                           double scale, double k_scale, double v_scale) {
+  check_caches(k_cache, v_cache);
+  const int64_t dim = k_cache.size(3), kv_heads = k_cache.size(2), requests = block_tables.size(0);
+  TORCH_CHECK_VALUE(q.scalar_type() == at::kFloat && q.dim() == 3 && q.size(2) == dim && q.size(1) % kv_heads == 0,
+                    "q must be float32 [T, H, ", dim, "] with H a multiple of ", kv_heads, ", not ", q.scalar_type(), " ",
+                    q.sizes());
+  TORCH_CHECK_VALUE(dim % 8 == 0, "head_dim ", dim, " must be a multiple of 8");
+  const at::Tensor rows = q.stride(2) == 1 ? q : q.contiguous();
+  const at::Tensor tables = as_int32(block_tables, {requests, block_tables.size(1)}, "block_tables");
+  const at::Tensor lens = as_int32(seq_lens, {requests}, "seq_lens");
+  const at::Tensor starts = as_int32(cu_seqlens_q, {requests + 1}, "cu_seqlens_q");
+  at::Tensor out = at::zeros(q.sizes(), q.options());
+  const Queries queries{
+      rows.const_data_ptr<float>(), rows.stride(0), rows.stride(1), dim, q.size(1) / kv_heads,
+      starts.const_data_ptr<int32_t>(), lens.const_data_ptr<int32_t>(), tables.const_data_ptr<int32_t>(), tables.size(1),
+      static_cast<float>(scale * k_scale), static_cast<float>(v_scale), out.mutable_data_ptr<float>(), q.size(1)};
+  check_lengths(queries, requests, q.size(0), k_cache.size(0), k_cache.size(1));
+  with_cache_type(k_cache, [&](auto element) {
+    using C = decltype(element);
+    run(queries, requests, CacheView<C>(k_cache), CacheView<C>(v_cache));
+  });
+  return out;
+}
+
+TORCH_LIBRARY_FRAGMENT(STRATA_NAMESPACE, m) {
+  m.def(
+      "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, "
+      "Tensor cu_seqlens_q, float scale, float k_scale, float v_scale) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(STRATA_NAMESPACE, CPU, m) { m.impl("paged_attention", &paged_attention); }
+
+}  // namespace
+}  // namespace strata

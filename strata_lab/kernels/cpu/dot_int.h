@@ -1,0 +1,137 @@
+// One panel of int4 or int8 weights times up to eight quantized rows. The products of a group are exact integers, the
+// groups add up in fp32 in their order, so a row's result is the same whatever T, the build or the batch.
+//
+// A register holds 4 consecutive columns of 8 output rows, so every product lands in its own row's lane: no horizontal
+// sums, and weights are unpacked once for all T rows of x.
+#pragma once
+
+#include "activations.h"
+
+namespace strata {
+
+struct IntPanel {
+  const uint8_t* data;     // int4: [groups, 4, 8, 4], int8 + 128: [groups, 8, 8, 4]
+  const uint16_t* scales;  // [groups, 8] half
+  const uint16_t* mins;    // [groups, 8] half, int4 only
+};
+
+constexpr int64_t kInt4GroupBytes = kGroup * kPanelRows / 2;
+constexpr int64_t kInt8GroupBytes = kGroup * kPanelRows;
+
+// Sums of the 8 rows of one group. `x` points at the group's codes of the first row, rows are `stride` apart.
+template <int T>
+inline void int4_group(const uint8_t* w, const int8_t* x, int64_t stride, __m256i sums[T]) {
+  const __m256i nibble = _mm256_set1_epi8(15);
+  for (int t = 0; t < T; ++t) sums[t] = _mm256_setzero_si256();
+#pragma GCC unroll 4
+  for (int step = 0; step < 4; ++step) {
+    const __m256i packed = load256(w + 32 * step);
+    const __m256i low = _mm256_and_si256(packed, nibble);
+    const __m256i high = _mm256_and_si256(_mm256_srli_epi16(packed, 4), nibble);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) {
+      const __m256i x_low = broadcast4(x + t * stride + 4 * step);
+      const __m256i x_high = broadcast4(x + t * stride + 16 + 4 * step);
+#ifdef STRATA_VNNI
+      sums[t] = dot4(dot4(sums[t], low, x_low), high, x_high);
+#else
+      // 16-bit lanes hold at most 16 products of 15 * 128 = 30,720: no saturation, no overflow
+      sums[t] = _mm256_add_epi16(sums[t], _mm256_maddubs_epi16(low, x_low));
+      sums[t] = _mm256_add_epi16(sums[t], _mm256_maddubs_epi16(high, x_high));
+#endif
+    }
+  }
+#ifndef STRATA_VNNI
+  for (int t = 0; t < T; ++t) sums[t] = _mm256_madd_epi16(sums[t], _mm256_set1_epi16(1));
+#endif
+}
+
+// As above for codes stored as unsigned, 128 too high; `correction` takes the excess off.
+template <int T>
+inline void int8_group(const uint8_t* w, const int8_t* x, int64_t stride, const int32_t* correction, int64_t groups,
+                       __m256i sums[T]) {
+#ifdef STRATA_VNNI
+  for (int t = 0; t < T; ++t) sums[t] = _mm256_set1_epi32(correction[t * groups]);
+#pragma GCC unroll 8
+  for (int step = 0; step < 8; ++step) {
+    const __m256i codes = load256(w + 32 * step);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) sums[t] = dot4(sums[t], codes, broadcast4(x + t * stride + 4 * step));
+  }
+#else
+  // A product of two 8-bit numbers leaves no headroom in 16 bits, so the codes are taken apart into nibbles, each of
+  // which adds up as int4 does.
+  const __m256i nibble = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1);
+  __m256i high_sums[T];
+  for (int t = 0; t < T; ++t) sums[t] = high_sums[t] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+  for (int step = 0; step < 8; ++step) {
+    const __m256i codes = load256(w + 32 * step);
+    const __m256i low = _mm256_and_si256(codes, nibble);
+    const __m256i high = _mm256_and_si256(_mm256_srli_epi16(codes, 4), nibble);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) {
+      const __m256i x4 = broadcast4(x + t * stride + 4 * step);
+      sums[t] = _mm256_add_epi16(sums[t], _mm256_maddubs_epi16(low, x4));
+      high_sums[t] = _mm256_add_epi16(high_sums[t], _mm256_maddubs_epi16(high, x4));
+    }
+  }
+  for (int t = 0; t < T; ++t) {
+    const __m256i high = _mm256_slli_epi32(_mm256_madd_epi16(high_sums[t], one), 4);
+    const __m256i both = _mm256_add_epi32(_mm256_madd_epi16(sums[t], one), high);
+    sums[t] = _mm256_add_epi32(both, _mm256_set1_epi32(correction[t * groups]));
+  }
+#endif
+}
+
+// y[t * y_stride + lane] for rows first .. first + T - 1.
+template <bool kInt4, int T>
+void int_panel(const IntPanel& panel, const IntRows& rows, int64_t first, float* y, int64_t y_stride) {
+  const int64_t groups = rows.groups, stride = groups * kGroup;
+  const int8_t* x = rows.codes + first * stride;
+  const float* x_scale = rows.scale + first * groups;
+  const float* x_sum = static_cast<const float*>(rows.correction) + first * groups;
+  const int32_t* x_excess = static_cast<const int32_t*>(rows.correction) + first * groups;
+  __m256 acc[T];
+  for (int t = 0; t < T; ++t) acc[t] = _mm256_setzero_ps();
+  for (int64_t g = 0; g < groups; ++g) {
+    __m256i sums[T];
+    if constexpr (kInt4) {
+      int4_group<T>(panel.data + g * kInt4GroupBytes, x + g * kGroup, stride, sums);
+    } else {
+      int8_group<T>(panel.data + g * kInt8GroupBytes, x + g * kGroup, stride, x_excess + g, groups, sums);
+    }
+    const __m256 scale = load_half8(panel.scales + g * kPanelRows);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) {
+      const __m256 both = _mm256_mul_ps(scale, _mm256_broadcast_ss(x_scale + t * groups + g));
+      acc[t] = _mm256_fmadd_ps(both, _mm256_cvtepi32_ps(sums[t]), acc[t]);
+    }
+    if constexpr (kInt4) {
+      const __m256 min = load_half8(panel.mins + g * kPanelRows);
+#pragma GCC unroll 8
+      for (int t = 0; t < T; ++t) acc[t] = _mm256_fmadd_ps(min, _mm256_broadcast_ss(x_sum + t * groups + g), acc[t]);
+    }
+  }
+  for (int t = 0; t < T; ++t) _mm256_storeu_ps(y + t * y_stride, acc[t]);
+}
+
+// All rows first .. first + count - 1, in blocks of at most kIntBlock.
+#ifdef STRATA_VNNI
+constexpr int kIntBlock = 8;
+#else
+constexpr int kIntBlock = 8;
+#endif
+
+template <bool kInt4>
+void int_panel_rows(const IntPanel& panel, const IntRows& rows, int64_t first, int64_t count, float* y, int64_t y_stride) {
+  using Kernel = void (*)(const IntPanel&, const IntRows&, int64_t, float*, int64_t);
+  static constexpr Kernel kernels[] = {int_panel<kInt4, 1>, int_panel<kInt4, 2>, int_panel<kInt4, 3>, int_panel<kInt4, 4>,
+                                       int_panel<kInt4, 5>, int_panel<kInt4, 6>, int_panel<kInt4, 7>, int_panel<kInt4, 8>};
+  for (int64_t t = 0; t < count; t += kIntBlock) {
+    const int64_t block = std::min<int64_t>(count - t, kIntBlock);
+    kernels[block - 1](panel, rows, first + t, y + t * y_stride, y_stride);
+  }
+}
+
+}  // namespace strata

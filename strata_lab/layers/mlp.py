@@ -1,0 +1,48 @@
+"""The gated MLP and the mixture of experts, each as a plain and a fused composition of operators."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from strata_lab.config import ModelConfig
+from strata_lab.kernels import Ops
+from strata_lab.layers.weights import MlpWeights, MoeWeights
+
+
+class PlainMlp:
+    """norm, gate, up, SiLU * up, down, residual: one operator each."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        self.config, self.ops = config, ops
+
+    def __call__(self, x: Tensor, w: MlpWeights | MoeWeights) -> Tensor:
+        """[T, hidden] -> [T, hidden], residual included."""
+        h = self.ops.rms_norm(x, w.norm, self.config.rms_norm_eps)
+        if isinstance(w, MoeWeights):
+            return x + experts(self.ops, h, w, self.config)
+        width = w.gate_up.shape[0] // 2
+        gate = self.ops.linear(h, w.gate_up.rows(0, width))
+        up = self.ops.linear(h, w.gate_up.rows(width, 2 * width))
+        return x + self.ops.linear(self.ops.silu_mul(torch.cat((gate, up), dim=-1)), w.down)
+
+
+class FusedMlp:
+    """norm+gate/up+SiLU, down+residual: two operators."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        self.config, self.ops = config, ops
+
+    def __call__(self, x: Tensor, w: MlpWeights | MoeWeights) -> Tensor:
+        """[T, hidden] -> [T, hidden], residual included."""
+        eps = self.config.rms_norm_eps
+        if isinstance(w, MoeWeights):
+            return x + experts(self.ops, self.ops.rms_norm(x, w.norm, eps), w, self.config)
+        h = self.ops.linear(x, w.gate_up, norm_weight=w.norm, norm_eps=eps, silu_mul=True)
+        return self.ops.linear(h, w.down, residual=x)
+
+
+def experts(ops: Ops, h: Tensor, w: MoeWeights, config: ModelConfig) -> Tensor:
+    """Route [T, hidden] to its experts and add up their answers."""
+    weights, expert_ids = ops.router_topk(h, w.router, config.num_experts_per_tok, config.norm_topk_prob)
+    return ops.moe_mlp(h, w.gate_up, w.down, weights, expert_ids)

@@ -1,0 +1,13 @@
+"""Qwen3-MoE: Qwen3's attention, and a router with experts in place of the MLP of every layer."""
+
+from __future__ import annotations
+
+from strata_lab.config import ModelConfig
+from strata_lab.layers.weights import LayerWeights
+from strata_lab.models.base import WeightReader
+
+
+def load_layer(reader: WeightReader, config: ModelConfig, index: int) -> LayerWeights:
+    """Weights of decoder layer `index`."""
+    prefix = f"model.layers.{index}."
+    return LayerWeights(reader.attention(prefix, qk_norm=True), reader.moe(prefix, config.num_experts))

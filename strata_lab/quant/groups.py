@@ -1,0 +1,61 @@
+"""What the formats share: the check of a matrix before it is stored, and its cut into cache-sized float32 pieces.
+
+The formats themselves (what a scale is, how a value is rounded) are in their own files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from strata_lab.quant.base import LinearWeight
+
+GROUP_SIZE = 32  # columns that share a scale in int8 and int4: GGUF's block, and it divides 576 and 1536
+FLOAT16_MAX = torch.finfo(torch.float16).max
+CHUNK_ELEMENTS = 1 << 17  # 512 KB of float32: the temporaries of a chunk stay in the second-level cache
+
+
+def check_matrix(w: Tensor, name: str, largest: float) -> None:
+    """Raise `ValueError` unless `w` is a non-empty float matrix of finite numbers up to `largest` in magnitude.
+
+    The message names the first offending element in row order.
+    """
+    if w.ndim != 2 or 0 in w.shape or not w.is_floating_point():
+        raise ValueError(f"{name} needs a non-empty 2-D floating-point matrix, got {w.dtype} {tuple(w.shape)}")
+    lowest, highest = torch.aminmax(w)  # both NaN if any element is
+    if -largest <= lowest.item() and highest.item() <= largest:
+        return
+    bad = ~(w.abs() <= largest)
+    row, column = divmod(int(bad.reshape(-1).to(torch.uint8).argmax()), w.shape[1])
+    value = w[row, column].item()
+    raise ValueError(
+        f"w[{row}, {column}]={value:g} cannot be stored as {name}: every weight must be finite and at most "
+        f"{largest:g} in magnitude ({int(bad.sum())} of {w.numel()} are not); fix the checkpoint or use fp32"
+    )
+
+
+def check_readable(weight: LinearWeight, name: str) -> None:
+    """Assert that `weight` is in format `name` and layout "rows"."""
+    assert (weight.format, weight.layout) == (name, "rows"), (weight.format, weight.layout, name)
+
+
+def row_chunks(rows: int, columns: int) -> Iterator[slice]:
+    """Slices that cover `rows` rows, each of about `CHUNK_ELEMENTS` elements."""
+    step = max(1, CHUNK_ELEMENTS // columns)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def grouped(w: Tensor) -> Tensor:
+    """[n, K] any float -> [n, ceil(K/32), 32] float32; a ragged last group repeats its last column.
+
+    Repeating a member changes neither the maximum, the minimum nor the largest magnitude of the group.
+    """
+    w = w.float()
+    missing = -w.shape[1] % GROUP_SIZE
+    if missing:
+        w = functional.pad(w.unsqueeze(0), (0, missing), mode="replicate").squeeze(0)
+    return w.reshape(w.shape[0], -1, GROUP_SIZE)

@@ -1,0 +1,152 @@
+"""A scheduled batch becomes tensors, logits and tokens.
+
+The runner owns no policy: the scheduler says what to compute, a `Step` computes it (op by op, compiled or captured:
+`graph_runner.py`), the sampler chooses. Host work here is a few small arrays per step.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from strata_lab.kv_cache import KVCache
+from strata_lab.layers.attention import StepContext
+from strata_lab.models.base import CausalLM
+from strata_lab.sampler import SampledTokens, Sampler
+from strata_lab.scheduler import ScheduledBatch
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One step on the device.
+
+    Attributes:
+        input_ids, positions, slot_mapping: [T] int64.
+        block_tables: [B, max_blocks] int32, padded with 0.
+        seq_lens: tokens in the cache per request after this step's writes, [B] int32.
+        cu_seqlens_q: [B + 1] int32.
+        sample_rows: which of the T rows need logits, [S] int64.
+        max_q_len: most tokens of one request; 1 for a pure decode step.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    sample_rows: Tensor
+    max_q_len: int
+
+    @classmethod
+    def of(cls, batch: ScheduledBatch, block_size: int, device: torch.device) -> StepInputs:
+        """Gather what the scheduled requests need, in the batch's order."""
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        seq_lens: list[int] = []
+        cumulative = [0]
+        samples: list[int] = []
+        for item in batch.items:
+            stop = item.start + item.num_tokens
+            ids += item.request.token_ids[item.start : stop]
+            positions += range(item.start, stop)
+            table = item.block_table
+            slots += [table[p // block_size] * block_size + p % block_size for p in range(item.start, stop)]
+            seq_lens.append(stop)
+            cumulative.append(len(ids))
+            if item.samples:
+                samples.append(len(ids) - 1)
+        width = max(-(-n // block_size) for n in seq_lens)
+        tables = [(item.block_table + [0] * width)[:width] for item in batch.items]
+        return cls(
+            input_ids=torch.tensor(ids, dtype=torch.int64, device=device),
+            positions=torch.tensor(positions, dtype=torch.int64, device=device),
+            slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+            block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            cu_seqlens_q=torch.tensor(cumulative, dtype=torch.int32, device=device),
+            sample_rows=torch.tensor(samples, dtype=torch.int64, device=device),
+            max_q_len=max(item.num_tokens for item in batch.items),
+        )
+
+    @classmethod
+    def idle(cls, num_seqs: int, num_blocks: int, device: torch.device) -> StepInputs:
+        """A decode step that writes nowhere and reads one slot: for warming up and capturing."""
+
+        def full(size: tuple[int, ...], value: int, dtype: torch.dtype) -> Tensor:
+            return torch.full(size, value, dtype=dtype, device=device)
+
+        return cls(
+            input_ids=full((num_seqs,), 0, torch.int64),
+            positions=full((num_seqs,), 0, torch.int64),
+            slot_mapping=full((num_seqs,), -1, torch.int64),
+            block_tables=full((num_seqs, num_blocks), 0, torch.int32),
+            seq_lens=full((num_seqs,), 1, torch.int32),
+            cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32, device=device),
+            sample_rows=torch.arange(num_seqs, dtype=torch.int64, device=device),
+            max_q_len=1,
+        )
+
+
+class Step(Protocol):
+    """Computes logits of a step."""
+
+    def __call__(self, inputs: StepInputs) -> Tensor:
+        """[S, V] float32 for the S rows in `sample_rows`."""
+        ...
+
+
+class EagerStep:
+    """Every operator launched from Python, one after the other."""
+
+    def __init__(self, model: CausalLM, kv: KVCache, dtype: torch.dtype) -> None:
+        self.model, self.kv, self.dtype = model, kv, dtype
+
+    def __call__(self, inputs: StepInputs) -> Tensor:
+        """[S, V] float32."""
+        model = self.model
+        step = step_context(model, inputs)
+        x = model.embed(inputs.input_ids, self.dtype)
+        for index, weights in enumerate(model.weights.layers):
+            x = model.layer(x, weights, step, self.kv.layer(index))
+        return model.logits(x[inputs.sample_rows])
+
+
+def step_context(model: CausalLM, inputs: StepInputs) -> StepContext:
+    """What the layers share, with the rotary factors of this step's positions."""
+    cos, sin = model.rotary
+    return StepContext(
+        cos[inputs.positions], sin[inputs.positions], inputs.slot_mapping, inputs.block_tables, inputs.seq_lens,
+        inputs.cu_seqlens_q, inputs.max_q_len,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Tokens of a step and where the time went, host clock, milliseconds."""
+
+    tokens: SampledTokens
+    forward_ms: float
+    sample_ms: float
+
+
+class Runner:
+    """Runs scheduled batches through a `Step` and the sampler."""
+
+    def __init__(self, step: Step, sampler: Sampler, block_size: int, device: torch.device) -> None:
+        self.step, self.sampler, self.block_size, self.device = step, sampler, block_size, device
+
+    @torch.inference_mode()
+    def run(self, batch: ScheduledBatch) -> StepResult:
+        """Compute the batch; the tokens are those of the items that sample, in the batch's order."""
+        start = time.perf_counter()
+        logits = self.step(StepInputs.of(batch, self.block_size, self.device))
+        middle = time.perf_counter()
+        tokens = self.sampler.sample(logits, [item.request for item in batch.items if item.samples])
+        end = time.perf_counter()
+        return StepResult(tokens, (middle - start) * 1e3, (end - middle) * 1e3)

@@ -1,0 +1,197 @@
+"""From logits to tokens, for a whole batch at once.
+
+A token depends on its row of logits, its request's parameters, tokens and seed, and its position in the output:
+never on batch mates, the place in the batch, or what was preempted. Stop strings and ids are the engine's business,
+random numbers `sampling_random.py`'s, the arithmetic `sampling_draw.py`'s.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from strata_lab.request import Request, SamplingParams, TokenLogprobs
+from strata_lab.sampling_draw import (
+    HEAD,
+    MAX_VOCAB_SIZE,
+    UNRESOLVED,
+    Filters,
+    best_token,
+    draw,
+    log_probabilities,
+)
+from strata_lab.sampling_edits import LogitEdits, edits_logits
+from strata_lab.sampling_random import seed_keys, uniforms
+
+NO_TOKEN = -1  # token id where there is an error instead
+_NO_BEST = -2  # device-side code of a row whose logits have no maximum
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """What one step sampled, one entry per request in the order given.
+
+    Attributes:
+        token_ids: the tokens; `NO_TOKEN` where there is an error.
+        logprobs: None where not asked for, or where there is an error.
+        errors: why a request got no token, else None.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    errors: list[str | None]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a batch of requests needs, worked out once and valid while the batch stays the same.
+
+    Attributes:
+        requests: the batch.
+        vocab_size, device: of the logits.
+        drawn: rows with a temperature.
+        drawn_index: the same as a tensor; None if it is every row.
+        keys: seed keys of the drawn rows.
+        filters: of the drawn rows; None if there are none.
+        head: how many tokens `draw` puts in order.
+        edited: rows with a bias or penalties.
+        logprobs: rows that return log probabilities.
+        num_top: most alternatives that one of them asks for.
+    """
+
+    requests: list[Request]
+    vocab_size: int
+    device: torch.device
+    drawn: list[int]
+    drawn_index: Tensor | None
+    keys: np.ndarray
+    filters: Filters | None
+    head: int
+    edited: list[int]
+    logprobs: list[int]
+    num_top: int
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], logits: Tensor, head: int) -> _Plan:
+        params = [r.params for r in requests]
+        vocab_size, device = logits.shape[1], logits.device
+        drawn = [i for i, p in enumerate(params) if not p.greedy]
+        logprobs = [i for i, p in enumerate(params) if p.logprobs is not None]
+        top_k = [min(params[i].top_k or vocab_size, vocab_size) for i in drawn]
+        all_top_k = all(k < vocab_size for k in top_k)
+        limited = [k for k in top_k if k < vocab_size]
+        return cls(
+            requests=list(requests),
+            vocab_size=vocab_size,
+            device=device,
+            drawn=drawn,
+            drawn_index=None if len(drawn) == len(requests) else torch.tensor(drawn, device=device),
+            keys=seed_keys([requests[i].seed for i in drawn]),
+            filters=_filters([params[i] for i in drawn], top_k, all_top_k, device) if drawn else None,
+            head=min(vocab_size, max([*limited, 1 if all_top_k else head])),
+            edited=[i for i, p in enumerate(params) if edits_logits(p)],
+            logprobs=logprobs,
+            num_top=min(vocab_size, max((params[i].logprobs or 0 for i in logprobs), default=0)),
+        )
+
+    def fits(self, requests: Sequence[Request], logits: Tensor) -> bool:
+        """Whether this is the plan of exactly these requests, in this order."""
+        same = len(requests) == len(self.requests) and all(map(operator.is_, requests, self.requests))
+        return same and logits.shape[1] == self.vocab_size and logits.device == self.device
+
+
+def _filters(params: Sequence[SamplingParams], top_k: list[int], all_top_k: bool, device: torch.device) -> Filters:
+    # A subnormal temperature has no finite inverse; the cap leaves only the best token, as it would.
+    rows = [[min(1 / p.temperature, sys.float_info.max), p.top_p, p.min_p] for p in params]
+    numbers = torch.tensor(rows, dtype=torch.float64, device=device)
+    inverse_temperature, top_p, min_p = numbers.unsqueeze(2).unbind(1)  # each [S, 1]
+    ranks = torch.tensor(top_k, device=device).unsqueeze(1)
+    return Filters(inverse_temperature, ranks, top_p, min_p, all_top_k)
+
+
+class Sampler:
+    """Chooses one token per request. Keeps only what can be rebuilt from the requests."""
+
+    def __init__(self) -> None:
+        self._edits = LogitEdits()
+        self._plan: _Plan | None = None
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, requests: Sequence[Request]) -> SampledTokens:
+        """Next tokens of `requests` from `logits` [B, V] float32, which stay as they are.
+
+        A row without a largest logit (NaN, or all -inf) yields an error for its request and no other.
+        """
+        assert logits.ndim == 2, logits.shape
+        assert logits.shape[0] == len(requests), (logits.shape, len(requests))
+        assert logits.dtype == torch.float32, logits.dtype
+        assert logits.shape[1] <= MAX_VOCAB_SIZE, logits.shape
+        if not requests:
+            return SampledTokens([], [], [])
+        if self._plan is None or not self._plan.fits(requests, logits):
+            self._plan = _Plan.of(requests, logits, HEAD)
+        plan, edited, errors = self._plan, logits, {}
+        if plan.edited:
+            edited, errors = self._edits.apply(logits, [(i, requests[i]) for i in plan.edited])
+        else:
+            self._edits.clear()
+        token_ids, logprobs = _choose(logits, edited, plan)
+        again = [i for i, token_id in enumerate(token_ids) if token_id == UNRESOLVED]
+        if again:  # draws that fell outside of the head: once more with every token in order
+            rest = _Plan.of([requests[i] for i in again], logits, logits.shape[1])
+            more_ids, more_logprobs = _choose(logits[again], edited[again], rest)
+            for i, token_id, logprob in zip(again, more_ids, more_logprobs, strict=True):
+                token_ids[i], logprobs[i] = token_id, logprob
+        if min(token_ids) < 0:
+            errors.update({i: _why_no_best(edited[i]) for i, t in enumerate(token_ids) if t == _NO_BEST})
+        for i in errors:
+            token_ids[i], logprobs[i] = NO_TOKEN, None
+        return SampledTokens(token_ids, logprobs, [errors.get(i) for i in range(len(requests))])
+
+
+def _choose(raw: Tensor, edited: Tensor, plan: _Plan) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """Tokens (or `UNRESOLVED`, `_NO_BEST`) and log probabilities of the batch: one copy to the host."""
+    if plan.filters is None:
+        best, tokens = best_token(edited)
+    else:
+        positions = [plan.requests[i].num_output_tokens for i in plan.drawn]
+        uniform = torch.from_numpy(uniforms(plan.keys, positions)).to(plan.device)
+        if plan.drawn_index is None:
+            best = edited.amax(dim=1)  # NaN if any logit is
+            tokens = draw(edited, best, plan.filters, uniform, plan.head)
+        else:
+            best, tokens = best_token(edited)
+            rows = plan.drawn_index
+            tokens[rows] = draw(edited[rows], best[rows], plan.filters, uniform, plan.head)
+    tokens = torch.where(best > -torch.inf, tokens, _NO_BEST)
+    if not plan.logprobs:
+        return tokens.tolist(), [None] * len(plan.requests)  # SYNC: token ids to the host
+    # float64 holds every id exactly, so ids and log probabilities travel as one tensor: [B, 2 + 2 * num_top].
+    chosen, top_ids, top = log_probabilities(raw, tokens.clamp(min=0), plan.num_top)
+    packed = torch.cat([tokens.double().unsqueeze(1), chosen, top_ids.double(), top], dim=1)
+    table = packed.tolist()  # SYNC: token ids and log probabilities to the host
+    logprobs: list[TokenLogprobs | None] = list(repeat(None, len(table)))
+    for i in plan.logprobs:
+        logprobs[i] = _token_logprobs(table[i], plan.num_top, plan.requests[i].params.logprobs or 0)
+    return [int(row[0]) for row in table], logprobs
+
+
+def _token_logprobs(row: list[float], num_top: int, wanted: int) -> TokenLogprobs:
+    ids, values = row[2 : 2 + wanted], row[2 + num_top : 2 + num_top + wanted]
+    top = {int(token_id): value for token_id, value in zip(ids, values, strict=True)}
+    return TokenLogprobs(token_id=int(row[0]), logprob=row[1], top=top)
+
+
+def _why_no_best(logits: Tensor) -> str:
+    """Error text for a row [V] whose maximum is NaN or -inf. Only on the way to an error, so it may wait."""
+    num_nan = int(logits.isnan().sum())
+    if num_nan:
+        return f"the model returned NaN for {num_nan} of {logits.numel()} logits; try fp32 weights and KV cache"
+    return "every logit is -inf, so there is no token to choose; check logit_bias and the model's output"

@@ -1,0 +1,114 @@
+"""Changes to single logits that a request asks for: logit bias, repetition, presence and frequency penalties.
+
+Only the tokens concerned are touched, from a table per request that grows with its tokens; requests that ask for
+nothing cost nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from strata_lab.request import Request, SamplingParams
+
+
+def edits_logits(params: SamplingParams) -> bool:
+    """Whether `params` asks for a bias or a penalty."""
+    return bool(params.logit_bias) or _counts_tokens(params)
+
+
+def _counts_tokens(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+class TokenTable:
+    """The tokens of one request whose logits change: those with a bias, and those already seen.
+
+    Arrays of one entry per token, in order of appearance: `ids`, `bias`, `seen` (1 in prompt or output), `counts`
+    (occurrences in the output).
+    """
+
+    def __init__(self, request: Request, vocab_size: int) -> None:
+        self.request = request
+        self.error: str | None = None
+        self.ids, self.bias, self.seen, self.counts = array("q"), array("d"), array("d"), array("d")
+        self._slots: dict[int, int] = {}
+        for token_id, bias in request.params.logit_bias.items():
+            if token_id < vocab_size:
+                self.bias[self._slot(token_id)] = bias
+            else:
+                self.error = f"logit_bias token id {token_id} must be below the vocabulary's size, {vocab_size}; try 0"
+        # Prompt tokens matter to the repetition penalty alone.
+        self._num_read = 0 if request.params.repetition_penalty != 1 else request.num_prompt_tokens
+
+    def _slot(self, token_id: int) -> int:
+        slot = self._slots.setdefault(token_id, len(self._slots))
+        if slot == len(self.ids):
+            self.ids.append(token_id)
+            for column in (self.bias, self.seen, self.counts):
+                column.append(0.0)
+        return slot
+
+    def read_new_tokens(self) -> None:
+        """Take in the tokens that the request has got since the last call."""
+        if not _counts_tokens(self.request.params):
+            return
+        tokens, first_output = self.request.token_ids, self.request.num_prompt_tokens
+        for position in range(self._num_read, len(tokens)):
+            slot = self._slot(tokens[position])
+            self.seen[slot] = 1.0
+            if position >= first_output:
+                self.counts[slot] += 1.0
+        self._num_read = len(tokens)
+
+    def columns(self, row: int) -> np.ndarray:
+        """[5, entries] float64: row, token id, number to add, to divide or multiply by, to subtract."""
+        params = self.request.params
+        counts = np.array(self.counts)
+        table = np.empty((5, len(self.ids)))
+        table[0] = row
+        table[1] = self.ids
+        table[2] = self.bias
+        table[3] = np.where(np.array(self.seen) > 0, params.repetition_penalty, 1.0)
+        table[4] = params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
+        return table
+
+
+class LogitEdits:
+    """Keeps the tables of the requests in the current batch, and applies them."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, TokenTable] = {}
+
+    def apply(self, logits: Tensor, requests: Iterable[tuple[int, Request]]) -> tuple[Tensor, dict[int, str]]:
+        """Edited copy of `logits` [B, V] float32, and an error text for each row that cannot be served.
+
+        `requests` are the rows that want edits, with their numbers. Arithmetic is float64, rounded once to float32.
+        """
+        tables: dict[str, TokenTable] = {}
+        columns, errors = [], {}
+        for row, request in requests:
+            table = self._tables.get(request.request_id)
+            if table is None or table.request is not request:  # new, or an old name used again
+                table = TokenTable(request, logits.shape[1])
+            tables[request.request_id] = table
+            table.read_new_tokens()
+            columns.append(table.columns(row))
+            if table.error:
+                errors[row] = table.error
+        self._tables = tables  # forgets requests that are gone; one that was preempted is read again when it is back
+        edits = torch.from_numpy(np.concatenate(columns, axis=1)).to(logits.device)
+        rows, ids = edits[:2].long()
+        value = logits[rows, ids].double() + edits[2]
+        value = torch.where(value > 0, value / edits[3], value * edits[3]) - edits[4]
+        edited = logits.clone()
+        edited[rows, ids] = value.float()
+        return edited, errors
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._tables = {}

@@ -1,0 +1,198 @@
+"""What this machine is made of: processor, caches, memory, GPUs and their sensors.
+
+Exists so that `doctor`, the benchmarks and the roofline describe the same machine in the same words. It reads
+operating-system files and, where `nvidia-ml-py` is installed, the NVIDIA driver; it never imports torch, never
+changes a setting, and answers None for what a machine does not tell.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+CPU_FLAGS_THAT_MATTER = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8")
+_SIZE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class CpuInfo:
+    """The processor.
+
+    Attributes:
+        name: as the operating system calls it.
+        flags: instruction sets out of `CPU_FLAGS_THAT_MATTER` that it has.
+        usable_cores: logical cores this process may run on.
+        last_level_cache_bytes: size of the largest cache; None where it is unknown.
+        memory_bytes: physical memory; None where it is unknown.
+        available_memory_bytes: memory that can be taken without swapping; None where it is unknown.
+        governor: the frequency governor, or None where the system shows none (many virtual machines).
+        clock_mhz: current clock of the first core, None where it is unknown.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    usable_cores: int
+    last_level_cache_bytes: int | None
+    memory_bytes: int | None
+    available_memory_bytes: int | None
+    governor: str | None
+    clock_mhz: float | None
+
+
+@dataclass(frozen=True)
+class GpuInfo:
+    """One NVIDIA GPU as the driver describes it. Sensors that a card does not have are None.
+
+    Attributes:
+        index: the driver's index.
+        name: product name.
+        driver: driver version.
+        memory_bytes, memory_used_bytes: total, and in use by anyone.
+        clock_sm_mhz, clock_memory_mhz: current clocks.
+        temperature_c: core temperature.
+        power_w: current draw.
+        pcie: link now, for example "gen4 x16 (of gen5 x16)".
+        throttle_reasons: reasons in force now, in the driver's words; empty when none.
+    """
+
+    index: int
+    name: str
+    driver: str
+    memory_bytes: int
+    memory_used_bytes: int
+    clock_sm_mhz: int | None = None
+    clock_memory_mhz: int | None = None
+    temperature_c: int | None = None
+    power_w: float | None = None
+    pcie: str | None = None
+    throttle_reasons: tuple[str, ...] = field(default=())
+
+
+def cpu_info() -> CpuInfo:
+    """Describe the processor (a few small reads, no cache: clocks and memory change)."""
+    info = _read("/proc/cpuinfo")
+    flags = set((re.search(r"^(?:flags|Features)\s*:\s*(.*)$", info, re.M) or [None, ""])[1].split())
+    name = (re.search(r"^model name\s*:\s*(.*)$", info, re.M) or [None, ""])[1] or platform.processor()
+    clock = re.search(r"^cpu MHz\s*:\s*([\d.]+)", info, re.M)
+    available = re.search(r"^MemAvailable:\s*(\d+) kB", _read("/proc/meminfo"), re.M)
+    return CpuInfo(
+        name=name.strip() or platform.machine() or "unknown processor",
+        flags=tuple(f for f in CPU_FLAGS_THAT_MATTER if f in flags),
+        usable_cores=usable_cores(),
+        last_level_cache_bytes=_last_level_cache_bytes(),
+        memory_bytes=_physical_memory_bytes(),
+        available_memory_bytes=int(available[1]) * 1024 if available else None,
+        governor=_read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").strip() or None,
+        clock_mhz=float(clock[1]) if clock else None,
+    )
+
+
+def usable_cores() -> int:
+    """Logical cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def load_average() -> float | None:
+    """Runnable processes over the last minute, None on systems that do not say."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def gpus() -> list[GpuInfo]:
+    """Every GPU the NVIDIA driver shows; empty without a driver or without `nvidia-ml-py`."""
+    nvml = _nvml()
+    if nvml is None:
+        return []
+    try:
+        return [_gpu(nvml, i) for i in range(nvml.nvmlDeviceGetCount())]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def machine_key(device: str = "cpu") -> str:
+    """Short hash that names this machine (and its GPU for "cuda"), to key measurements by."""
+    cpu = cpu_info()
+    parts: list[Any] = [platform.node(), cpu.name, cpu.usable_cores, cpu.last_level_cache_bytes, cpu.memory_bytes]
+    if device.startswith("cuda"):
+        parts += [(g.name, g.memory_bytes) for g in gpus()]
+    return hashlib.sha256(repr((device, parts)).encode()).hexdigest()[:16]
+
+
+def _nvml() -> ModuleType | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # a missing module, driver or device raise different types; all mean "no GPU"
+        return None
+    return pynvml
+
+
+def _gpu(nvml: ModuleType, index: int) -> GpuInfo:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+
+    def ask(name: str, *args: Any) -> Any:
+        try:
+            return getattr(nvml, name)(handle, *args)
+        except (nvml.NVMLError, AttributeError):
+            return None  # this card or this driver has no such sensor
+
+    power_mw = ask("nvmlDeviceGetPowerUsage")
+    return GpuInfo(
+        index=index,
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        driver=_text(nvml.nvmlSystemGetDriverVersion()),
+        memory_bytes=int(memory.total),
+        memory_used_bytes=int(memory.used),
+        clock_sm_mhz=ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+        clock_memory_mhz=ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
+        temperature_c=ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        power_w=None if power_mw is None else power_mw / 1000,
+        pcie=_pcie(ask),
+        throttle_reasons=_throttle_reasons(nvml, ask("nvmlDeviceGetCurrentClocksThrottleReasons")),
+    )
+
+
+def _pcie(ask: Any) -> str | None:
+    now = ask("nvmlDeviceGetCurrPcieLinkGeneration"), ask("nvmlDeviceGetCurrPcieLinkWidth")
+    best = ask("nvmlDeviceGetMaxPcieLinkGeneration"), ask("nvmlDeviceGetMaxPcieLinkWidth")
+    return None if None in now + best else f"gen{now[0]} x{now[1]} (of gen{best[0]} x{best[1]})"
+
+
+def _throttle_reasons(nvml: ModuleType, mask: int | None) -> tuple[str, ...]:
+    """Names of the bits in force; an idle GPU and application clocks are no throttling."""
+    prefix, harmless = "nvmlClocksThrottleReason", ("None", "All", "GpuIdle", "ApplicationsClocksSetting")
+    names = [n for n in dir(nvml) if n.startswith(prefix) and n.removeprefix(prefix) not in harmless]
+    bits = {n.removeprefix(prefix): getattr(nvml, n) for n in names}
+    return tuple(sorted(n for n, bit in bits.items() if isinstance(bit, int) and (mask or 0) & bit))
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _last_level_cache_bytes() -> int | None:
+    sizes = [_read(str(p)).strip() for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(s[:-1]) * _SIZE_UNITS[s[-1]] for s in sizes if s and s[-1] in _SIZE_UNITS), default=None)
+
+
+def _physical_memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None

@@ -1,0 +1,152 @@
+"""The widgets of the workbench, and engine facts turned into the plain data they take.
+
+Nothing here decides when to push, and nothing here knows a toggle by name: the controls come from `toggles()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ipywidgets
+
+from strata_lab.apply import ApplyReport, FieldResult
+from strata_lab.config import Toggle, toggles
+from strata_lab.workbench.meter import STREAM_FORMULA, TOTAL_FORMULA, Sample
+from strata_widgets import EngineHeader, PromptBox, RateChart, TogglePanel, TokenStream
+
+DEFAULT_PROMPT = "Explain in a few sentences why the sky is blue."
+_NUMBERS = (  # label, unit, line of the chart, formula
+    ("per stream", "tok/s", "stream", STREAM_FORMULA),
+    ("total", "tok/s", "total", TOTAL_FORMULA),
+    ("first token", "ms", "", "Latest request: from sending it to the end of the step that made its first token."),
+    ("KV blocks used", "", "", "Blocks in use / in the pool, after the latest step."),
+    ("running / waiting", "", "", "Requests that take part in steps / that wait for room."),
+)
+NUMBERS = [dict(zip(("label", "unit", "line", "tip"), row, strict=True)) for row in _NUMBERS]
+
+
+class Panels:
+    """The five widgets and the box that arranges them.
+
+    Args:
+        model: the name to show.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.header = EngineHeader(model=model, task="starting")
+        self.toggles = TogglePanel(toggles=toggle_data({}, {}))
+        self.prompt = PromptBox(prompt=DEFAULT_PROMPT)
+        self.chart = RateChart(numbers=NUMBERS, values=[None] * len(NUMBERS))
+        self.stream = TokenStream()
+        self.all = (self.header, self.toggles, self.prompt, self.chart, self.stream)
+        self.box = ipywidgets.Box(self.all)
+        self.box.add_class("strata-workbench")
+
+    def flush(self) -> None:
+        """Send what is waiting, now."""
+        for widget in self.all:
+            widget.flush()
+
+    def close(self) -> None:
+        """Remove the widgets from every page."""
+        for widget in (*self.all, self.box):
+            widget.close()
+
+
+def toggle_data(values: Mapping[str, Any], effects: Mapping[str, str]) -> list[dict[str, Any]]:
+    """One description per toggle, as `TogglePanel.toggles` takes it; without a value in force the default is shown."""
+    return [_toggle_data(toggle, values.get(toggle.name, toggle.default), effects) for toggle in toggles()]
+
+
+def _toggle_data(toggle: Toggle, value: Any, effects: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "name": toggle.name,
+        "doc": toggle.doc,
+        "kind": toggle.kind,
+        "choices": list(toggle.choices),
+        "minimum": toggle.minimum,
+        "maximum": toggle.maximum,
+        "optional": toggle.optional,
+        "cost": toggle.cost,
+        "lossless": toggle.lossless,
+        "off": toggle.off,
+        "default": toggle.default,
+        "value": value,
+        "effect": effects.get(toggle.name, ""),
+    }
+
+
+def words(value: Any) -> str:
+    """A toggle's value as people say it: on, off, auto, int4, 512."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "auto" if value is None else str(value)
+
+
+def marker_label(changes: Mapping[str, Any]) -> str:
+    """The label of a change on the chart; what followed from it is only counted."""
+    labels = [f"{name} {words(value)}" for name, value in changes.items()]
+    return labels[0] + (f" +{len(labels) - 1}" if len(labels) > 1 else "") if labels else "settings"
+
+
+def answer_text(result: FieldResult, report: ApplyReport) -> str:
+    """What became of a change, in words."""
+    if result.status == "refused":
+        return f"Refused, still {words(result.value)}: {result.reason}"
+    if result.status == "unchanged":
+        return f"Already {words(result.value)}. {result.reason}".strip()
+    built = f" in {duration(report.build_ms)}" if report.build_ms >= 1 else ""
+    text = f"Now {words(result.value)}, {result.status}{built}; the engine stood still for {duration(report.swap_ms)}."
+    return f"{text} {result.reason}".strip()
+
+
+def duration(ms: float) -> str:
+    """0.2 ms, 35 ms, 1.4 s."""
+    if ms >= 1000:
+        return f"{ms / 1000:.1f} s"
+    return f"{ms:.0f} ms" if ms >= 10 else f"{ms:.1f} ms"
+
+
+def byte_size(count: int) -> str:
+    """135 MB, 1.2 GB (decimal units)."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
+
+
+def facts(device: str, settings: Mapping[str, Any], stats: Any) -> list[dict[str, str]]:
+    """What the header says about a loaded engine."""
+    return [
+        {"label": "device", "value": device, "tip": "Where the model runs."},
+        {
+            "label": "weights",
+            "value": f"{settings['weight_format']}, {byte_size(stats.weight_bytes)}",
+            "tip": "Number format of the linear layers and the bytes of all matrices. Each decode step reads "
+            f"{byte_size(stats.bytes_per_step)} of them.",
+        },
+        {
+            "label": "KV cache",
+            "value": f"{settings['kv_cache_dtype']}, {byte_size(stats.kv_bytes)}",
+            "tip": f"Number format and size of the pool: {stats.kv_blocks_total} blocks, "
+            f"{byte_size(stats.kv_bytes_per_token)} per token of context.",
+        },
+    ]
+
+
+def values(sample: Sample | None, now: Any, ttft_ms: float | None) -> list[float | str | None]:
+    """The values of `NUMBERS`, in their order; None for what is not known now.
+
+    Args:
+        sample: speed now, None when nothing is generating.
+        now: the latest `StepEvent`, or `EngineStats`: both count blocks and requests.
+        ttft_ms: of the latest request.
+    """
+    return [
+        sample.tok_s_per_stream if sample is not None and sample.num_generating else None,
+        None if sample is None else sample.output_tok_s,
+        ttft_ms,
+        f"{now.kv_blocks_used} / {now.kv_blocks_total}",
+        f"{now.num_running} / {now.num_waiting}",
+    ]

@@ -1,0 +1,161 @@
+"""A real JupyterLab in a real browser, for the browser test and for screenshots.
+
+Everything is local: its own configuration folders, a random free port, no news, no update check.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+TOKEN = "strata"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+START_S = 60
+
+# Runs code in the notebook's kernel and returns what it printed.
+_ASK = """async (code) => {
+  const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+  const future = kernel.requestExecute({ code, store_history: false });
+  let out = "";
+  future.onIOPub = (message) => {
+    if (message.header.msg_type === "stream") out += message.content.text;
+    if (message.header.msg_type === "error") out += "ERROR " + message.content.evalue;
+  };
+  await future.done;
+  return out;
+}"""
+_IDLE = "window.jupyterapp?.shell?.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'"
+_ALL_RAN = """() => {
+  const prompts = [...document.querySelectorAll(".jp-CodeCell .jp-InputPrompt")].map((e) => e.textContent);
+  return prompts.length && prompts.every((text) => /\\[\\d+\\]/.test(text));
+}"""
+
+
+def why_no_browser() -> str:
+    """What is missing for a browser test; empty when nothing is."""
+    if browser_path() is None:
+        return f"no browser: none of {', '.join(BROWSERS)} is installed"
+    try:
+        import playwright.sync_api  # noqa: F401
+    except ImportError:
+        return "playwright is not installed; pip install playwright (no browser download is needed)"
+    return ""
+
+
+def browser_path() -> str | None:
+    """The first browser found."""
+    return next((path for name in BROWSERS if (path := shutil.which(name))), None)
+
+
+@contextlib.contextmanager
+def jupyter_lab(folder: Path) -> Iterator[str]:
+    """A JupyterLab server on `folder`; yields its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as scratch:
+        settings = Path(scratch) / "config" / "labconfig"
+        settings.mkdir(parents=True)
+        news = {"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}
+        (settings / "page_config.json").write_text(json.dumps(news))
+        command = [
+            sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1",
+            f"--ServerApp.port={port}", "--ServerApp.port_retries=0", f"--ServerApp.token={TOKEN}",
+            f"--ServerApp.root_dir={folder}", "--LabApp.expose_app_in_browser=True",
+            "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate", "--LabApp.extension_manager=readonly",
+        ]  # fmt: skip
+        environment = {**os.environ, "JUPYTER_CONFIG_DIR": str(settings.parent), "JUPYTER_DATA_DIR": f"{scratch}/data"}
+        with open(Path(scratch) / "log", "w") as log:
+            server = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            _wait_for(f"http://127.0.0.1:{port}/api/status?token={TOKEN}", server, Path(scratch) / "log")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+            server.wait(20)
+
+
+def _wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and server.poll() is None:
+        with contextlib.suppress(urllib.error.URLError, ConnectionError), urllib.request.urlopen(address, timeout=5):
+            return
+        time.sleep(0.2)
+    raise RuntimeError(f"JupyterLab did not start: {log.read_text()[-2000:]}")
+
+
+class LabPage:
+    """A notebook open in JupyterLab.
+
+    Attributes:
+        page: the Playwright page.
+        external: addresses that were requested outside this machine.
+        errors: errors of the page's scripts.
+    """
+
+    def __init__(self, page: Any, address: str) -> None:
+        self.page, self.address = page, address
+        self.external: list[str] = []
+        self.errors: list[str] = []
+        page.on("request", lambda request: self._note(request.url))
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+
+    def _note(self, url: str) -> None:
+        if not url.startswith((self.address, self.address.replace("http", "ws"), "data:", "blob:")):
+            self.external.append(url)
+
+    def open(self, notebook: str) -> None:
+        """Show a notebook and wait for its kernel."""
+        self.page.goto(f"{self.address}/lab/tree/{notebook}?reset&token={TOKEN}")
+        self.page.wait_for_selector(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-CodeCell", timeout=60_000)
+        self.page.wait_for_function(_IDLE, timeout=60_000)
+
+    def run_all(self, timeout_s: float) -> None:
+        """Run all cells and wait for the last one."""
+        self.command("notebook:run-all-cells")
+        self.page.wait_for_function(_ALL_RAN, timeout=timeout_s * 1e3)
+
+    def command(self, name: str, **arguments: Any) -> None:
+        """Run a JupyterLab command."""
+        self.page.evaluate("([name, args]) => { window.jupyterapp.commands.execute(name, args) }", [name, arguments])
+
+    def theme(self, name: str) -> None:
+        """Switch to "JupyterLab Light" or "JupyterLab Dark"."""
+        self.command("apputils:change-theme", theme=name)
+        self.page.wait_for_function(f"document.body.dataset.jpThemeName === '{name}'")
+
+    def ask(self, code: str) -> str:
+        """Run code in the kernel; what it printed."""
+        return str(self.page.evaluate(_ASK, code))
+
+
+@contextlib.contextmanager
+def lab_page(folder: Path, *, width: int = 1500, height: int = 1100, scale: float = 1.0) -> Iterator[LabPage]:
+    """JupyterLab on `folder` in a fresh browser window."""
+    from playwright.sync_api import sync_playwright
+
+    with jupyter_lab(folder) as address, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=browser_path(), headless=True, args=list(FLAGS))
+        try:
+            size = {"width": width, "height": height}
+            page = browser.new_context(viewport=size, device_scale_factor=scale).new_page()
+            page.set_default_timeout(30_000)
+            yield LabPage(page, address)
+        finally:
+            browser.close()

@@ -1,0 +1,67 @@
+/** What every view needs: elements, number formats, one paint per frame. Text is set as text, never as HTML. */
+
+/** An element with attributes, `on…` listeners, `data`, and children (nodes or text). */
+export function h(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value === true) node.setAttribute(name, "");
+    else if (value !== false && value != null) node.setAttribute(name, String(value));
+  }
+  node.append(...children);
+  return node;
+}
+
+/** Attributes of every input: notebook shortcuts must not fire while it has the focus. */
+export const quiet = { "data-lm-suppress-shortcuts": "true" };
+
+/** Set text only when it differs, so that selections and screen readers are left alone. */
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+/** Listeners on a model that can all be removed again. */
+export function wire(model) {
+  const made = [];
+  return {
+    on(event, handler) {
+      model.on(event, handler);
+      made.push([event, handler]);
+    },
+    off() {
+      for (const [event, handler] of made) model.off(event, handler);
+    },
+  };
+}
+
+/** Run `draw` at most once per animation frame, and only after `mark()`. */
+export function painter(draw) {
+  let frame = 0;
+  return {
+    mark() {
+      if (!frame) {
+        frame = requestAnimationFrame(() => {
+          frame = 0;
+          draw();
+        });
+      }
+    },
+    stop() {
+      cancelAnimationFrame(frame);
+      frame = 0;
+    },
+  };
+}
+
+/** 0.42, 4.2, 42, 1 234; a dash for what is not known. */
+export function rate(value) {
+  if (value == null || !Number.isFinite(value)) return "–";
+  if (value >= 1000) return Math.round(value).toLocaleString("en").replaceAll(",", "\u202f");
+  return value >= 100 ? value.toFixed(0) : value >= 1 ? value.toFixed(1) : value.toFixed(2);
+}
+
+/** Ids that stay unique when the same widget is shown twice. */
+export function freshId(stem) {
+  freshId.count = (freshId.count ?? 0) + 1;
+  return `strata-${stem}-${freshId.count}-${Math.random().toString(36).slice(2, 8)}`;
+}

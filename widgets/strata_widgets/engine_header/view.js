@@ -1,0 +1,67 @@
+/** One line about the engine: what it is, what it is doing, and how far long work has come. */
+import { h, painter, setText, wire } from "../_shared.js";
+
+const WORDS = {
+  loading: "Loading",
+  ready: "Ready",
+  generating: "Generating",
+  rebuilding: "Rebuilding",
+  failed: "Failed",
+  closed: "Closed",
+};
+
+/** "Rebuilding: packing weights, 40 %" */
+export function stateText(state, task, fraction) {
+  if (!task) return WORDS[state] ?? state;
+  const percent = fraction >= 0 ? `, ${Math.round(fraction * 100)}\u00a0%` : "";
+  return `${WORDS[state] ?? state}: ${task}${percent}`;
+}
+
+function fact({ label, value, tip }) {
+  const children = [h("dt", {}, label), h("dd", {}, value)];
+  if (!tip) return h("div", {}, ...children);
+  return h("div", { class: "s-tipped", tabindex: 0 }, ...children, h("div", { class: "s-tip", role: "tooltip" }, tip));
+}
+
+function render({ model, el }) {
+  el.classList.add("strata", "strata-engine-header");
+  const name = h("span", { class: "name" });
+  const state = h("span", { class: "state" });
+  const facts = h("dl");
+  const bar = h("progress", { max: 1, "aria-label": "Progress" });
+  const problem = h("p", { class: "problem" });
+  const notes = h("ul");
+  const folded = h("details", {}, h("summary", {}, "Notes"), notes);
+  el.append(h("div", { class: "line" }, name, state, facts), bar, problem, folded);
+
+  let shownFacts = "";
+  const paint = painter(() => {
+    const [status, task, fraction] = ["state", "task", "fraction"].map((key) => model.get(key));
+    setText(name, model.get("model"));
+    setText(state, stateText(status, task, fraction));
+    state.setAttribute("data-state", status);
+    const working = Boolean(task) || status === "loading";
+    bar.classList.toggle("idle", !working);
+    if (fraction >= 0) bar.setAttribute("value", fraction);
+    else bar.removeAttribute("value");
+    setText(problem, model.get("problem"));
+    problem.hidden = !model.get("problem");
+    const given = JSON.stringify(model.get("facts"));
+    if (given !== shownFacts) facts.replaceChildren(...model.get("facts").map(fact));
+    shownFacts = given;
+    folded.hidden = model.get("notes").length === 0;
+    notes.replaceChildren(...model.get("notes").map((text) => h("li", {}, text)));
+  });
+
+  const wired = wire(model);
+  for (const key of ["model", "facts", "state", "task", "fraction", "problem", "notes"]) {
+    wired.on(`change:${key}`, paint.mark);
+  }
+  paint.mark();
+  return () => {
+    wired.off();
+    paint.stop();
+  };
+}
+
+export default { render };

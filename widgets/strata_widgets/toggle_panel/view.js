@@ -1,0 +1,159 @@
+/** One control per toggle. A control shows the value in force; a click asks, and only the answer moves it. */
+import { freshId, h, painter, quiet, setText, wire } from "../_shared.js";
+
+const GROUPS = [
+  ["live", "Change between two steps"],
+  ["rebuild", "Rebuild weights or memory"],
+];
+
+/** A value in words: on, off, auto, int4, 512. */
+export function words(value) {
+  if (value === true) return "on";
+  if (value === false) return "off";
+  return value == null ? "auto" : String(value);
+}
+
+/** What a number field holds: a number, null for empty where that is legal, undefined for anything else. */
+export function parseNumber(text, { kind, optional }) {
+  const trimmed = text.trim();
+  if (!trimmed) return optional ? null : undefined;
+  const value = Number(trimmed);
+  if (!Number.isFinite(value) || (kind === "int" && !Number.isInteger(value))) return undefined;
+  return value;
+}
+
+/** The line under a control, and whether it is good or bad news. */
+export function lineOf(toggle, { asked, busy, answer, latest, local }) {
+  if (busy !== undefined) return { text: `switching to ${words(busy)} …`, tone: "busy" };
+  if (asked !== undefined) return { text: `asked for ${words(asked)}, waiting for the kernel`, tone: "busy" };
+  if (local) return { text: local, tone: "bad" };
+  if (answer?.status === "refused") return { text: answer.text, tone: "bad" };
+  if (answer && answer.number === latest) return { text: answer.text, tone: "good" };
+  return { text: toggle.effect, tone: "" };
+}
+
+/** The full explanation, for the tooltip. */
+export function explanation(toggle) {
+  const traits = [toggle.lossless ? "Same tokens either way." : "Changes the numbers, so tokens may differ."];
+  traits.push(`Default ${words(toggle.default)}, off is ${words(toggle.off)}.`);
+  return [toggle.doc, traits.join(" "), toggle.effect && `Here: ${toggle.effect}`].filter(Boolean);
+}
+
+function control(toggle, id, ask, complain) {
+  const shared = { id, ...quiet, "aria-describedby": `${id}-line ${id}-tip` };
+  if (toggle.kind === "bool") {
+    const box = h("input", { ...shared, type: "checkbox", role: "switch" });
+    box.addEventListener("click", (event) => {
+      event.preventDefault(); // the control moves when the engine has answered
+      ask(!box.inForce);
+    });
+    return box;
+  }
+  if (toggle.kind === "choice") {
+    const select = h("select", shared, ...toggle.choices.map((choice) => h("option", { value: choice }, choice)));
+    select.addEventListener("change", () => {
+      const wanted = select.value;
+      select.value = select.inForce ?? "";
+      ask(wanted);
+    });
+    return select;
+  }
+  const placeholder = toggle.optional ? "auto" : "";
+  const field = h("input", { ...shared, type: "text", inputmode: "decimal", autocomplete: "off", placeholder });
+  field.addEventListener("change", () => {
+    const value = parseNumber(field.value, toggle);
+    const given = field.value;
+    field.value = field.inForce ?? "";
+    if (value === undefined) complain(`“${given}” is not a ${toggle.kind === "int" ? "whole " : ""}number`);
+    else ask(value);
+  });
+  return field;
+}
+
+function row(toggle, ask, complain) {
+  const id = freshId(toggle.name);
+  const input = control(toggle, id, ask, complain);
+  const line = h("p", { class: "line", id: `${id}-line` });
+  const tip = h("div", { class: "s-tip", role: "tooltip", id: `${id}-tip` });
+  const label = h("label", { for: id }, toggle.name);
+  const tag = h("span", { class: "lossy" }, toggle.lossless ? "" : "lossy");
+  const node = h("div", { class: "row s-tipped" }, h("div", { class: "head" }, label, tag, input), line, tip);
+  return { node, input, line, tip };
+}
+
+function show({ node, input, line, tip }, toggle, status, usable) {
+  input.inForce = toggle.value;
+  if (toggle.kind === "bool") input.checked = toggle.value === true;
+  else if (input !== document.activeElement || status.answered) input.value = toggle.value ?? "";
+  const { text, tone } = lineOf(toggle, status);
+  input.disabled = !usable;
+  input.setAttribute("aria-busy", tone === "busy");
+  node.setAttribute("data-tone", tone);
+  setText(line, text);
+  const paragraphs = explanation(toggle);
+  if (tip.shown !== paragraphs.join()) tip.replaceChildren(...paragraphs.map((p) => h("p", {}, p)));
+  tip.shown = paragraphs.join();
+}
+
+function render({ model, el }) {
+  el.classList.add("strata", "strata-toggle-panel");
+  const rows = new Map();
+  const asked = new Map(); // asked here, not yet seen by the kernel
+  const local = new Map(); // what this page could refuse by itself
+  const seen = new Map(); // number of the last answer shown, per toggle
+  const groups = h("div", { class: "groups" });
+  const spoken = h("p", { class: "s-unseen", role: "status", "aria-live": "polite" });
+  el.setAttribute("role", "group");
+  el.setAttribute("aria-label", "Engine settings");
+  el.append(groups, spoken);
+
+  function build(toggles) {
+    rows.clear();
+    const made = GROUPS.map(([cost, title]) => {
+      const members = toggles.filter((toggle) => toggle.cost === cost);
+      for (const toggle of members) {
+        const ask = (value) => {
+          local.delete(toggle.name);
+          asked.set(toggle.name, value);
+          model.send({ kind: "set", name: toggle.name, value });
+          paint.mark();
+        };
+        const complain = (text) => {
+          local.set(toggle.name, text);
+          setText(spoken, `${toggle.name}: ${text}`);
+          paint.mark();
+        };
+        rows.set(toggle.name, row(toggle, ask, complain));
+      }
+      const nodes = members.map((toggle) => rows.get(toggle.name).node);
+      return members.length ? [h("section", {}, h("h3", { class: "s-heading" }, title), ...nodes)] : [];
+    });
+    groups.replaceChildren(...made.flat());
+  }
+
+  const paint = painter(() => {
+    const toggles = model.get("toggles");
+    const [answers, busy, enabled] = ["answers", "busy", "enabled"].map((key) => model.get(key));
+    if (toggles.length !== rows.size || toggles.some((toggle) => !rows.has(toggle.name))) build(toggles);
+    const latest = Math.max(0, ...Object.values(answers).map((answer) => answer.number));
+    for (const toggle of toggles) {
+      const answer = answers[toggle.name];
+      const answered = answer !== undefined && seen.get(toggle.name) !== answer.number;
+      if (answered && seen.size && answer.number === latest) setText(spoken, `${toggle.name}: ${answer.text}`);
+      if (answered || toggle.name in busy) asked.delete(toggle.name);
+      const status = { asked: asked.get(toggle.name), busy: busy[toggle.name], answer, latest, answered };
+      show(rows.get(toggle.name), toggle, { ...status, local: local.get(toggle.name) }, enabled);
+      seen.set(toggle.name, answer?.number);
+    }
+  });
+
+  const wired = wire(model);
+  for (const key of ["toggles", "busy", "answers", "enabled"]) wired.on(`change:${key}`, paint.mark);
+  paint.mark();
+  return () => {
+    wired.off();
+    paint.stop();
+  };
+}
+
+export default { render };

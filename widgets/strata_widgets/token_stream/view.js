@@ -1,0 +1,137 @@
+/** Text lanes: the chosen one large, the others one line each. Text arrives by records and is repaired by snapshots. */
+import { h, painter, quiet, rate, setText, wire } from "../_shared.js";
+
+export const KEPT = 20000; // characters per lane kept on the page
+const TAIL = 200; // characters of a one-line lane
+
+/** The text of lanes, built from append records and snapshots that may come in any order. */
+export class Texts {
+  constructor() {
+    this.lanes = new Map(); // id -> {end, text}
+  }
+  text(id) {
+    return this.lanes.get(id)?.text ?? "";
+  }
+  /** Add a piece if it continues what is here; a piece with a gap before it waits for the next snapshot. */
+  append({ id, start, end, text }) {
+    const lane = this.lanes.get(id) ?? { end: 0, text: "" };
+    if (lane.end !== start) return;
+    this.lanes.set(id, { end, text: (lane.text + text).slice(-KEPT) });
+  }
+  /** Take over what is further along than what is here, and forget lanes that are gone. */
+  repair(snapshot, known) {
+    for (const { id, end, text } of snapshot) {
+      if (end > (this.lanes.get(id)?.end ?? -1)) this.lanes.set(id, { end, text: text.slice(-KEPT) });
+    }
+    for (const id of this.lanes.keys()) if (!known.has(id)) this.lanes.delete(id);
+  }
+}
+
+/** "128 tokens, 41.2 tok/s, stopped at its end" */
+export function statusOf({ state, note, num_tokens: count, rate: speed }) {
+  if (state === "waiting") return note || "waiting";
+  const parts = [`${count} token${count === 1 ? "" : "s"}`];
+  if (speed != null) parts.push(`${rate(speed)} tok/s`);
+  if (note) parts.push(note);
+  return parts.join(" · ");
+}
+
+function largeLane() {
+  const title = h("h3", { class: "s-heading" });
+  const status = h("span", { class: "status" });
+  const prompt = h("p", { class: "prompt" });
+  const body = h("div", { ...quiet, class: "text", tabindex: 0, role: "region", "aria-live": "off" });
+  const node = h("article", { class: "large" }, h("header", {}, title, status), prompt, body);
+  let text = document.createTextNode("");
+  body.append(text);
+  let shown = null;
+  function show(lane, now) {
+    setText(title, lane.title);
+    setText(status, statusOf(lane));
+    node.setAttribute("data-state", lane.state);
+    setText(prompt, lane.prompt);
+    body.setAttribute("aria-label", `Text of ${lane.title.toLowerCase()}`);
+    const pinned = body.scrollHeight - body.scrollTop - body.clientHeight < 30;
+    if (shown === lane.id && now.startsWith(text.data)) {
+      if (now.length > text.data.length) text.appendData(now.slice(text.data.length)); // keeps the reader's selection
+    } else {
+      text = document.createTextNode(now);
+      body.replaceChildren(text);
+    }
+    if (pinned || shown !== lane.id) body.scrollTop = body.scrollHeight;
+    shown = lane.id;
+  }
+  return { node, show };
+}
+
+function smallLane(choose) {
+  const title = h("span", { class: "title" });
+  const tail = h("span", { class: "tail" });
+  const status = h("span", { class: "status" });
+  const node = h("button", { ...quiet, type: "button", class: "small" }, title, h("span", { class: "clip" }, tail), status);
+  let id = null;
+  node.addEventListener("click", () => choose(id));
+  function show(lane, now) {
+    id = lane.id;
+    setText(title, lane.title);
+    setText(tail, now.slice(-TAIL).replaceAll(/\s+/g, " "));
+    setText(status, lane.rate == null ? lane.state : `${rate(lane.rate)} tok/s`);
+    node.setAttribute("data-state", lane.state);
+    node.setAttribute("aria-label", `${lane.title}: ${statusOf(lane)}. Show its text large`);
+  }
+  return { node, show };
+}
+
+function render({ model, el }) {
+  el.classList.add("strata", "strata-token-stream");
+  const texts = new Texts();
+  const large = largeLane();
+  const small = [];
+  const list = h("div", { class: "others" });
+  const empty = h("p", { class: "empty" }, "Text appears here, one lane per stream.");
+  el.setAttribute("role", "group");
+  el.setAttribute("aria-label", "Generated text");
+  el.append(empty, large.node, list);
+  let chosen = null;
+
+  const paint = painter(() => {
+    const lanes = model.get("lanes");
+    empty.hidden = lanes.length > 0;
+    large.node.hidden = lanes.length === 0;
+    if (!lanes.some((lane) => lane.id === chosen)) chosen = lanes[0]?.id ?? null;
+    const first = lanes.find((lane) => lane.id === chosen);
+    if (first) large.show(first, texts.text(first.id));
+    const others = lanes.filter((lane) => lane.id !== chosen);
+    while (small.length > others.length) small.pop().node.remove();
+    while (small.length < others.length) {
+      const lane = smallLane((id) => {
+        chosen = id;
+        paint.mark();
+      });
+      small.push(lane);
+      list.append(lane.node);
+    }
+    others.forEach((lane, i) => small[i].show(lane, texts.text(lane.id)));
+  });
+  function repair() {
+    const snapshot = model.get("snapshot");
+    const known = new Set([...model.get("lanes"), ...snapshot].map((lane) => lane.id));
+    texts.repair(snapshot, known);
+    paint.mark();
+  }
+
+  const wired = wire(model);
+  wired.on("change:lanes", paint.mark);
+  wired.on("change:snapshot", repair);
+  wired.on("msg:custom", (content) => {
+    for (const record of content.records ?? []) record.append?.forEach((piece) => texts.append(piece));
+    paint.mark();
+  });
+  repair();
+  return () => {
+    wired.off();
+    paint.stop();
+  };
+}
+
+export default { render };
