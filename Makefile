@@ -65,7 +65,7 @@ gpu: setup-dev  ## the tests that need a CUDA device
 	@$(PY) -m pytest -m gpu $(SELECT)
 
 screenshot: setup-dev model  ## drive the workbench in a real browser and save artifacts/workbench.png
-	@$(PY) -m pytest -m slow tests/test_workbench_browser.py
+	@$(PY) -m pytest tests/browser
 
 fmt: setup-dev  ## format, and fix what can be fixed
 	@$(PY) -m ruff check --fix . ; $(PY) -m ruff format . ; $(PY) -m nbstripout notebooks/*.ipynb

@@ -53,14 +53,16 @@ class _WindowDecoder:
         self._fresh: list[int] = []
 
     def push(self, token_id: int) -> str:
+        if self._tokenizer.backend.id_to_token(token_id) is None:
+            return ""
         self._fresh.append(token_id)
         if self._tokenizer.is_byte_token(token_id):
             return ""
         text = self._difference()
         if text.endswith("\ufffd") and len(self._fresh) < _MAX_HELD_TOKENS:
             return ""
-        if text:  # a token without text is no context for the next one
-            self._context = self._fresh
+        # A first space that was stripped has no text, yet keeps the next one from being stripped.
+        self._context = self._fresh if text else (self._context + self._fresh)[-_CONTEXT_TOKENS:]
         self._fresh = []
         return text
 

@@ -115,7 +115,9 @@ class CudaGraphStep:
             self.eager(inputs)  # loads kernels and workspaces, which a capture may not do
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode(), torch.cuda.graph(graph, pool=self._pool):
+        # thread_local: another thread may be building new weights meanwhile, which allocates.
+        mode = "thread_local"
+        with torch.inference_mode(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode):
             logits = self.eager(inputs)
         self._pool = self._pool or graph.pool()
         self._captures[num_seqs, width] = _Capture(graph, inputs, logits)

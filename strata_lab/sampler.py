@@ -11,7 +11,6 @@ import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
 import torch
@@ -62,7 +61,7 @@ class _Plan:
         filters: of the drawn rows; None if there are none.
         head: how many tokens `draw` puts in order.
         edited: rows with a bias or penalties.
-        logprobs: rows that return log probabilities.
+        logprobs, logprob_index: rows that return log probabilities, as list and tensor.
         num_top: most alternatives that one of them asks for.
     """
 
@@ -76,6 +75,7 @@ class _Plan:
     head: int
     edited: list[int]
     logprobs: list[int]
+    logprob_index: Tensor
     num_top: int
 
     @classmethod
@@ -98,6 +98,7 @@ class _Plan:
             head=min(vocab_size, max([*limited, 1 if all_top_k else head])),
             edited=[i for i, p in enumerate(params) if edits_logits(p)],
             logprobs=logprobs,
+            logprob_index=torch.tensor(logprobs, dtype=torch.int64, device=device),
             num_top=min(vocab_size, max((params[i].logprobs or 0 for i in logprobs), default=0)),
         )
 
@@ -137,7 +138,8 @@ class Sampler:
             return SampledTokens([], [], [])
         if self._plan is None or not self._plan.fits(requests, logits):
             self._plan = _Plan.of(requests, logits, HEAD)
-        plan, edited, errors = self._plan, logits, {}
+        plan, edited = self._plan, logits
+        errors: dict[int, str] = {}
         if plan.edited:
             edited, errors = self._edits.apply(logits, [(i, requests[i]) for i in plan.edited])
         else:
@@ -173,20 +175,20 @@ def _choose(raw: Tensor, edited: Tensor, plan: _Plan) -> tuple[list[int], list[T
     tokens = torch.where(best > -torch.inf, tokens, _NO_BEST)
     if not plan.logprobs:
         return tokens.tolist(), [None] * len(plan.requests)  # SYNC: token ids to the host
-    # float64 holds every id exactly, so ids and log probabilities travel as one tensor: [B, 2 + 2 * num_top].
-    chosen, top_ids, top = log_probabilities(raw, tokens.clamp(min=0), plan.num_top)
-    packed = torch.cat([tokens.double().unsqueeze(1), chosen, top_ids.double(), top], dim=1)
-    table = packed.tolist()  # SYNC: token ids and log probabilities to the host
-    logprobs: list[TokenLogprobs | None] = list(repeat(None, len(table)))
-    for i in plan.logprobs:
-        logprobs[i] = _token_logprobs(table[i], plan.num_top, plan.requests[i].params.logprobs or 0)
-    return [int(row[0]) for row in table], logprobs
-
-
-def _token_logprobs(row: list[float], num_top: int, wanted: int) -> TokenLogprobs:
-    ids, values = row[2 : 2 + wanted], row[2 + num_top : 2 + num_top + wanted]
-    top = {int(token_id): value for token_id, value in zip(ids, values, strict=True)}
-    return TokenLogprobs(token_id=int(row[0]), logprob=row[1], top=top)
+    rows = plan.logprob_index
+    chosen, top_ids, top = log_probabilities(raw[rows], tokens[rows].clamp(min=0), plan.num_top)
+    # float64 holds every id exactly, so all travels as one tensor: B ids, then 1 + 2 * num_top numbers a row.
+    packed = torch.cat([tokens.double(), torch.cat([chosen, top_ids.double(), top], dim=1).flatten()])
+    values = packed.tolist()  # SYNC: token ids and log probabilities to the host
+    num_rows, width = len(plan.requests), 1 + 2 * plan.num_top
+    token_ids = [int(value) for value in values[:num_rows]]
+    logprobs: list[TokenLogprobs | None] = [None] * num_rows
+    for place, i in enumerate(plan.logprobs):
+        chosen_logprob, *numbers = values[num_rows + place * width : num_rows + (place + 1) * width]
+        wanted = plan.requests[i].params.logprobs or 0
+        ranked = zip(map(int, numbers[:wanted]), numbers[plan.num_top :][:wanted], strict=True)
+        logprobs[i] = TokenLogprobs(token_id=token_ids[i], logprob=chosen_logprob, top=dict(ranked))
+    return token_ids, logprobs
 
 
 def _why_no_best(logits: Tensor) -> str:

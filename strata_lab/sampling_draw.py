@@ -80,7 +80,8 @@ def _sort_keys(values: Tensor, ids: Tensor) -> Tensor:
     The low 32 bits are the id.
     """
     bits = (values + 0.0).view(torch.int32)
-    descending = bits ^ ~((bits >> 31) & 0x7FFFFFFF)  # as integers, negative floats are in reverse order
+    # As integers, positive floats ascend and negative ones descend: flip all bits, or the sign bit alone.
+    descending = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_not_().bitwise_xor_(bits)
     return descending.long().bitwise_left_shift_(32).bitwise_or_(ids)
 
 
@@ -129,14 +130,15 @@ def draw(logits: Tensor, best: Tensor, filters: Filters, uniform: Tensor, head: 
     if head < logits.shape[1] and not filters.all_top_k:
         everything = weights(logits, best, filters.inverse_temperature).sum(dim=1, keepdim=True)
         total = torch.where(filters.top_k < logits.shape[1], total, everything)
-    num_top_p = (reach < filters.top_p * total).sum(dim=1, keepdim=True) + 1
-    num_min_p = (weight >= filters.min_p * WEIGHT_ONE).sum(dim=1, keepdim=True)
-    num_min_p = num_min_p.masked_fill(num_min_p == head, logits.shape[1])  # perhaps more than the head holds
+    num_top_p = torch.searchsorted(reach, filters.top_p * total) + 1  # [S, 1]
+    num_min_p = torch.searchsorted(-weight, -WEIGHT_ONE * filters.min_p, right=True)
+    num_min_p.masked_fill_(num_min_p == head, logits.shape[1])  # perhaps more than the head holds
     kept = torch.minimum(torch.minimum(num_top_p, num_min_p), filters.top_k).clamp_(min=1)
     in_head = kept <= head
     kept_weight = torch.where(in_head, reach.gather(1, kept.clamp(max=head) - 1), total)
-    target = (uniform.unsqueeze(1) * kept_weight).floor()  # below kept_weight: both are below 2^53
-    index = (reach <= target).sum(dim=1, keepdim=True)
+    # Below kept_weight: uniform is at most 1 - 2^-53, and kept_weight a whole number up to 2^53.
+    target = (uniform.unsqueeze(1) * kept_weight).floor()
+    index = torch.searchsorted(reach, target, right=True)
     unfiltered = (filters.top_p == 1) & (filters.min_p == 0)
     known = in_head | (unfiltered & (index < head))
     return torch.where(known, ids.gather(1, index.clamp(max=head - 1)), UNRESOLVED).squeeze(1)

@@ -19,7 +19,8 @@ PROMPT_LEN = 37  # three blocks of 16, the last one partly filled
 
 def our_logits(folder, tokens: list[int], *, slices: tuple[int, ...], **options) -> torch.Tensor:
     """Logits of every position, the prompt fed in slices of the given lengths (a decode is a slice of 1)."""
-    with LLMEngine(folder, dtype="float32", device="cpu", max_model_len=128, **options) as engine:
+    options = {"dtype": "float32", "device": "cpu", "max_model_len": 128} | options
+    with LLMEngine(folder, **options) as engine, torch.device(engine.device):
         step, size = engine._loop.parts.runner.step, engine.config.block_size
         table = list(range(len(tokens) // size + 1))[::-1]  # blocks out of order, as in real life
         rows = []

@@ -1,8 +1,8 @@
 """Routing and experts of a mixture of experts, as plain torch.
 
 `router_topk` picks the experts, `moe_mlp` runs them. Bytes moved at small batch: every *distinct* expert once. Few
-tokens gather their experts' weights (no host synchronization, so a CUDA graph can hold it); many tokens visit the
-experts one by one, each with the tokens routed to it.
+tokens gather their experts' weights; many tokens visit every expert, with a share of 0 for those routed elsewhere. Neither
+way asks the host which experts were chosen, so a CUDA graph can hold both.
 """
 
 from __future__ import annotations
@@ -58,10 +58,9 @@ def moe_mlp_ref(x: Tensor, gate_up: LinearWeight, down: LinearWeight, weights: T
         return _gathered(x, gate_up, down, weights, expert_ids, num_experts)
     out = torch.zeros_like(x, dtype=torch.float32)
     for expert in range(num_experts):
-        token, slot = torch.where(expert_ids == expert)
-        if token.numel():
-            y = _expert(x[token].float(), _expert_matrix(gate_up, expert, num_experts), _expert_matrix(down, expert, num_experts))
-            out.index_add_(0, token, y * weights[token, slot, None])
+        share = (weights * (expert_ids == expert)).sum(dim=-1, keepdim=True)  # [T, 1], 0 for tokens routed elsewhere
+        wide, narrow = (_expert_matrix(w, expert, num_experts) for w in (gate_up, down))
+        out += share * _expert(x.float(), wide, narrow)
     return out.to(x.dtype)
 
 

@@ -138,26 +138,25 @@ def check_tensors(found: Mapping[str, tuple[int, ...]], config: ModelConfig, fil
     Raises `CheckpointError` for a missing tensor, a shape that does not fit, or a tensor the architecture has no use
     for (leaving out a bias would change the text without a word).
     """
-    expected = dict(expected_tensors(config))
-    missing = [name for name in expected if name not in found]
-    if missing:
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise CheckpointError(
-            f"{file}: tensor {missing[0]!r}{more} is missing; expected {len(expected)} tensors for a "
-            f"{config.num_layers}-layer {config.architecture}, found {len(found)}. "
-            "The download may be incomplete, or the config belongs to another model: fetch both again"
-        )
-    for name, shape in expected.items():
+    names = []
+    for name, shape in expected_tensors(config):  # lazily: a damaged config may claim a billion layers
+        if name not in found:
+            raise CheckpointError(
+                f"{file}: tensor {name!r} is missing; a {config.num_layers}-layer {config.architecture} needs it, and "
+                f"{len(found)} tensors were found. The download may be incomplete, or the config belongs to another "
+                "model: fetch both again"
+            )
         if tuple(found[name]) != shape:
             raise CheckpointError(
                 f"{file}: tensor {name!r} has shape {list(found[name])}, but the config asks for {list(shape)}. "
                 "The config belongs to another model: fetch config and weights from the same place"
             )
-    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
+        names.append(name)
+    known = {*names, "lm_head.weight"} if config.tie_word_embeddings else set(names)
     for name in found:
-        if name not in expected and name not in ignored and not _COMPUTED.search(name):
+        if name not in known and not _COMPUTED.search(name):
             raise CheckpointError(
                 f"{file}: tensor {name!r} is not part of a {config.architecture} model as this engine knows it; "
                 "leaving it out would change the output. Use a checkpoint of a supported family without it"
             )
-    return list(expected)
+    return names

@@ -18,16 +18,15 @@ export function stateText(state, task, fraction) {
 }
 
 function fact({ label, value, tip }) {
-  const children = [h("dt", {}, label), h("dd", {}, value)];
-  if (!tip) return h("div", {}, ...children);
-  return h("div", { class: "s-tipped", tabindex: 0 }, ...children, h("div", { class: "s-tip", role: "tooltip" }, tip));
+  const words = [h("span", { class: "label" }, label), " ", h("span", { class: "value" }, value)];
+  return h("span", { class: "fact s-tipped", tabindex: 0 }, ...words, h("span", { class: "s-tip", role: "tooltip" }, tip));
 }
 
 function render({ model, el }) {
   el.classList.add("strata", "strata-engine-header");
   const name = h("span", { class: "name" });
   const state = h("span", { class: "state" });
-  const facts = h("dl");
+  const facts = h("div", { class: "facts" });
   const bar = h("progress", { max: 1, "aria-label": "Progress" });
   const problem = h("p", { class: "problem" });
   const notes = h("ul");

@@ -18,7 +18,7 @@ function render({ model, el }) {
   el.classList.add("strata", "strata-prompt-box");
   const id = freshId("prompt");
   const inputs = {};
-  inputs.prompt = h("textarea", { ...quiet, id, rows: 3, spellcheck: false, "aria-errormessage": `${id}-problem` });
+  inputs.prompt = h("textarea", { ...quiet, id, rows: 2, spellcheck: false, "aria-errormessage": `${id}-problem` });
   const numbers = NUMBERS.map(([name, label, tip]) => {
     const own = `${id}-${name}`;
     inputs[name] = h("input", { ...quiet, id: own, type: "text", inputmode: "decimal", autocomplete: "off" });

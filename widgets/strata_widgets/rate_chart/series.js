@@ -1,6 +1,7 @@
 /** Samples of speed and what can be read off them. No drawing here. */
 
 export const SPAN_S = 60;
+const SPANS_S = [20, 30, SPAN_S];
 const GAP_S = 0.75; // longer without a sample: nothing was generating, and the line breaks
 const BEFORE_S = 3; // stretch before a change that is averaged
 const SETTLE_S = 1; // a sample covers one second, so the first clean one after a change is a second later
@@ -47,6 +48,13 @@ export function scale(value) {
   );
   const top = factor * power;
   return { top, ticks: Array.from({ length: parts + 1 }, (_, i) => (top * i) / parts) };
+}
+
+/** The latest time and the length of the axis: the shortest of a few that holds all samples. */
+export function timeAxis(samples, markers) {
+  const end = Math.max(samples.at(-1)?.t ?? 0, markers.at(-1)?.t ?? 0);
+  const held = end - (samples[0]?.t ?? end);
+  return { end, span: SPANS_S.find((span) => span >= held) ?? SPAN_S };
 }
 
 /** Index of the sample nearest to time `t`; -1 without samples. */

@@ -1,8 +1,8 @@
 /** Speed of the last minute on a canvas: total solid, per stream dashed, a marker at every change of a setting. */
 import { h, painter, quiet, rate, setText, wire } from "../_shared.js";
-import { SPAN_S, decode, effect, join, nearest, pieces, placeLabels, scale } from "./series.js";
+import { SPAN_S, decode, effect, join, nearest, pieces, placeLabels, scale, timeAxis } from "./series.js";
 
-const HEIGHT = 232;
+const HEIGHT = 206;
 const PAD = { left: 40, right: 8, top: 44, bottom: 22 };
 const LINES = [
   { key: "stream", color: "--s-stream", dash: [6, 4] },
@@ -44,24 +44,23 @@ function tile({ label, unit, line, tip }) {
   const swatch = line ? [h("span", { class: `swatch ${line}`, "aria-hidden": true })] : [];
   const value = h("span", { class: "value" });
   const bubble = h("div", { class: "s-tip", role: "tooltip" }, tip);
-  const parts = [h("dt", {}, ...swatch, label), h("dd", {}, value, unit && ` ${unit}`), bubble];
+  const parts = [h("div", { class: "label" }, ...swatch, label), h("div", { class: "number" }, value, unit && ` ${unit}`), bubble];
   return { node: h("div", { class: `tile s-tipped ${line}`, tabindex: 0 }, ...parts), value };
 }
 
-function drawChart(canvas, { samples, markers, cursor }) {
+function drawChart(canvas, { samples, markers, cursor, end, span }) {
   const style = getComputedStyle(canvas);
   const color = (name) => style.getPropertyValue(name).trim() || "#666";
-  const [width, ratio] = [canvas.clientWidth, devicePixelRatio || 1];
+  const [width, ratio] = [canvas.clientWidth, globalThis.devicePixelRatio || 1];
   if (!width) return;
   canvas.width = Math.round(width * ratio);
   canvas.height = Math.round(HEIGHT * ratio);
   const g = canvas.getContext("2d");
   g.scale(ratio, ratio);
   g.font = `11px ${style.fontFamily}`;
-  const end = Math.max(samples.at(-1)?.t ?? 0, markers.at(-1)?.t ?? 0);
   const { top, ticks } = scale(Math.max(10, ...samples.map((sample) => Math.max(sample.total, sample.stream || 0))) * 1.05);
   const [plotW, plotH] = [width - PAD.left - PAD.right, HEIGHT - PAD.top - PAD.bottom];
-  const x = (t) => PAD.left + (1 - (end - t) / SPAN_S) * plotW;
+  const x = (t) => PAD.left + (1 - (end - t) / span) * plotW;
   const y = (value) => PAD.top + (1 - value / top) * plotH;
 
   g.textBaseline = "middle";
@@ -74,11 +73,13 @@ function drawChart(canvas, { samples, markers, cursor }) {
     g.textAlign = "right";
     g.fillText(Number(value.toPrecision(3)), PAD.left - 7, y(value));
   }
-  for (const ago of [60, 45, 30, 15, 0]) {
-    g.textAlign = ago === 60 ? "left" : ago === 0 ? "right" : "center";
+  g.textAlign = "left";
+  g.fillText("tok/s", 0, PAD.top - 15);
+  for (const ago of [1, 0.75, 0.5, 0.25, 0].map((share) => share * span)) {
+    g.textAlign = ago === span ? "left" : ago === 0 ? "right" : "center";
     g.fillText(ago ? `−${ago} s` : "latest", x(end - ago), HEIGHT - 9);
   }
-  drawMarkers(g, markers.filter((marker) => marker.t >= end - SPAN_S), { x, width, color, bottom: y(0) });
+  drawMarkers(g, markers.filter((marker) => marker.t >= end - span), { x, width, color, bottom: y(0) });
   g.lineJoin = "round";
   for (const { key, color: name, dash } of LINES) {
     g.strokeStyle = color(name);
@@ -121,7 +122,7 @@ function drawMarkers(g, markers, { x, width, color, bottom }) {
 
 function render({ model, el }) {
   el.classList.add("strata", "strata-rate-chart");
-  const numbers = h("dl", { class: "numbers" });
+  const numbers = h("div", { class: "numbers" });
   const spoken = { role: "slider", "aria-label": "Output speed of the last minute", "aria-orientation": "horizontal" };
   const canvas = h("canvas", { ...quiet, ...spoken, tabindex: 0, "aria-valuemin": -SPAN_S, "aria-valuemax": 0 });
   canvas.style.height = `${HEIGHT}px`;
@@ -137,8 +138,8 @@ function render({ model, el }) {
       if (tiles[i]) setText(tiles[i].value, typeof value === "string" ? value : rate(value));
     });
     const cursor = cursorT === null ? null : samples[nearest(samples, cursorT)];
-    const end = samples.at(-1)?.t ?? 0;
-    drawChart(canvas, { samples, markers, cursor });
+    const { end, span } = timeAxis(samples, markers);
+    drawChart(canvas, { samples, markers, cursor, end, span });
     const text = summary(samples, markers);
     canvas.setAttribute("aria-valuenow", cursor ? (cursor.t - end).toFixed(1) : 0);
     canvas.setAttribute("aria-valuetext", cursor ? readout(cursor, end, markers) : text);
@@ -146,8 +147,9 @@ function render({ model, el }) {
   });
 
   canvas.addEventListener("pointermove", (event) => {
-    const [plotW, end] = [canvas.clientWidth - PAD.left - PAD.right, samples.at(-1)?.t ?? 0];
-    cursorT = end - (1 - (event.offsetX - PAD.left) / plotW) * SPAN_S;
+    const { end, span } = timeAxis(samples, model.get("markers"));
+    const plotW = canvas.clientWidth - PAD.left - PAD.right;
+    cursorT = end - (1 - (event.offsetX - PAD.left) / plotW) * span;
     paint.mark();
   });
   const leave = () => {
