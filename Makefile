@@ -52,7 +52,7 @@ static: setup-dev  ## ruff, formatting and types
 
 js:  ## the widgets' JavaScript tests
 	@if ! command -v node >/dev/null; then echo "node is not installed: the widgets' JavaScript tests are left out"; \
-	else TIMEFORMAT='[node: %0R s]'; time (cd widgets && node --test js_tests/); fi
+	else TIMEFORMAT='[node: %0R s]'; time (cd widgets && node --test js_tests/*.test.js); fi
 
 climb: setup model  ## measure every stage from nothing to everything on; table and HTML under artifacts/
 	@mkdir -p artifacts

@@ -46,7 +46,8 @@ class ApplyReport:
 
     def __str__(self) -> str:
         return "\n".join(
-            f"{name}: {r.status}, now {r.value!r}" + (f" ({r.reason})" if r.reason else "") for name, r in self.results.items()
+            f"{name}: {r.status}, now {r.value!r}" + (f" ({r.reason})" if r.reason else "")
+            for name, r in self.results.items()
         )
 
 

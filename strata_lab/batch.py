@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from strata_lab.request import Request
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: one is made per request and step, and freezing makes that five times as dear.
+@dataclass(slots=True, eq=False)
 class ScheduledRequest:
     """The part of one request that a step computes: its tokens `[start, start + num_tokens)`.
 
@@ -30,7 +31,7 @@ class ScheduledRequest:
     samples: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "samples", self.start + self.num_tokens == self.request.num_tokens)
+        self.samples = self.start + self.num_tokens == self.request.num_tokens
 
 
 @dataclass(frozen=True, slots=True)

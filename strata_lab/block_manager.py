@@ -66,7 +66,7 @@ class BlockManager:
 
     def room(self, request_id: str) -> int:
         """Most tokens the table of a request could cover if it were given every free block."""
-        return (len(self.table(request_id)) + len(self._free)) * self.block_size
+        return (len(self._tables.get(request_id, ())) + len(self._free)) * self.block_size
 
     def can_grow(self, request_id: str, num_tokens: int) -> bool:
         """Whether `grow` would succeed."""

@@ -31,6 +31,7 @@ from strata_lab.scheduler import ContinuousAdmission, StaticAdmission
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
+POOL_FIELDS = ("kv_cache_dtype", "gpu_memory_utilization")  # a change of these makes a new KV pool
 CPU_POOL_BYTES = 1 << 30  # enough for 16 streams of 2,800 tokens on the default model; a laptop has other work to do
 
 ProgressFn = Callable[[str, float], None]
@@ -69,13 +70,16 @@ class Builder:
 
     # -- what a wish means here ---------------------------------------------------------------------------------
 
-    def resolve(self, wish: Optimizations) -> Optimizations:
-        """`wish` with every None decided; raises `ConfigError` for what cannot be done here."""
+    def resolve(self, wish: Optimizations, current: Parts | None = None) -> Optimizations:
+        """`wish` with every None decided; raises `ConfigError` for what cannot be done here.
+
+        A None that the pool in force decides (`max_model_len`) stays as it is while that pool stays.
+        """
         limit = self.model_config.max_position
         if wish.max_model_len is not None and wish.max_model_len > limit:
             raise ConfigError(
-                f"max_model_len={wish.max_model_len} is more than the {limit} positions {self.checkpoint.name} was made "
-                f"for; try {limit}"
+                f"max_model_len={wish.max_model_len} is more than the {limit} positions that {self.checkpoint.name} was "
+                f"made for; try {limit}"
             )
         changes: dict[str, Any] = {}
         if wish.weight_format is None:
@@ -83,17 +87,25 @@ class Builder:
         if wish.kv_cache_dtype is None:
             changes["kv_cache_dtype"] = KV_FORMAT_OF[self.dtype]
         resolved = wish.replace(changes)
-        blocks = self.num_kv_blocks(resolved)
-        tokens = blocks * self.config.block_size
+        tokens = self._pool_blocks(resolved, current) * self.config.block_size
         if wish.max_model_len is None:
             return resolved.replace({"max_model_len": min(limit, tokens)})
         if wish.max_model_len > tokens:
+            needed = -(-wish.max_model_len // self.config.block_size)
             raise ConfigError(
-                f"max_model_len={wish.max_model_len} needs {-(-wish.max_model_len // self.config.block_size)} KV blocks but "
-                f"the pool has {blocks} ({tokens} tokens); try max_model_len={tokens}, a larger gpu_memory_utilization "
-                f"or num_kv_blocks, or kv_cache_dtype='fp8'"
+                f"max_model_len={wish.max_model_len} needs {needed} KV blocks but the pool has "
+                f"{tokens // self.config.block_size} ({tokens} tokens); try max_model_len={tokens}, a larger "
+                f"gpu_memory_utilization or num_kv_blocks, or kv_cache_dtype='fp8'"
             )
         return resolved
+
+    def _pool_blocks(self, resolved: Optimizations, current: Parts | None) -> int:
+        """Blocks of the pool in force where it can stay, else of the one to be made."""
+        if current is not None and not _differ(resolved, current.optimizations, POOL_FIELDS):
+            blocks = current.kv.num_blocks
+            if (resolved.max_model_len or 0) <= blocks * self.config.block_size:
+                return blocks
+        return self.num_kv_blocks(resolved)
 
     def num_kv_blocks(self, resolved: Optimizations) -> int:
         """Blocks of the pool: as configured, or what all streams could fill, within the memory there is."""
@@ -106,8 +118,8 @@ class Builder:
         blocks = min(wanted, budget // per_block)
         if blocks < 1:
             raise ConfigError(
-                f"gpu_memory_utilization={resolved.gpu_memory_utilization} leaves {budget / 2**20:.0f} MiB for the KV cache, "
-                f"less than one block of {per_block / 2**20:.2f} MiB; try a larger share or a smaller model"
+                f"gpu_memory_utilization={resolved.gpu_memory_utilization} leaves {budget / 2**20:.0f} MiB for the KV "
+                f"cache, less than one block of {per_block / 2**20:.2f} MiB; try a larger share or a smaller model"
             )
         return int(blocks)
 
@@ -192,12 +204,9 @@ class Builder:
 
     def _kv(self, resolved: Optimizations, current: Parts | None) -> KVCache:
         assert resolved.kv_cache_dtype is not None
-        pool = ("kv_cache_dtype", "gpu_memory_utilization", "max_num_seqs", "max_model_len")
-        if current is not None and not _differ(resolved, current.optimizations, ("kv_cache_dtype", "gpu_memory_utilization")):
-            tokens = current.kv.num_blocks * self.config.block_size
-            if not _differ(resolved, current.optimizations, pool) or (resolved.max_model_len or 0) <= tokens:
-                return current.kv
-        blocks = self.num_kv_blocks(resolved)
+        blocks = self._pool_blocks(resolved, current)
+        if current is not None and current.kv.num_blocks == blocks and current.kv.kv_format == resolved.kv_cache_dtype:
+            return current.kv
         return KVCache(self.model_config, blocks, self.config.block_size, resolved.kv_cache_dtype, self.device)
 
     def _step(self, resolved: Optimizations, weights: ModelWeights, kv: KVCache) -> Any:

@@ -58,7 +58,7 @@ def plain_errors(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _user_errors() -> tuple[type[ValueError], ...]:
-    from strata_lab.models.checkpoint import CheckpointError  # here because it imports torch
+    from strata_lab.models.errors import CheckpointError  # here because it is not needed when all goes well
     from strata_lab.tokenizer import TokenizerError
 
     return ConfigError, RequestError, CheckpointError, TokenizerError

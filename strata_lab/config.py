@@ -220,8 +220,9 @@ class EngineConfig:
         if not re.fullmatch(r"cuda:\d+", self.device):
             _one_of("device", self.device, DEVICES)
         _one_of("dtype", self.dtype, DTYPES)
-        check_whole("block_size", self.block_size, BLOCK_SIZES[0], 16)
         _one_of("block_size", self.block_size, BLOCK_SIZES)
+        check_whole("block_size", self.block_size, BLOCK_SIZES[0], 16)  # 16.0 equals a legal size and is none
+        _one_of("compile_whole_model", self.compile_whole_model, (False, True))
         check_whole("seed", self.seed, 0, 42)
         if self.num_kv_blocks is not None:
             check_whole("num_kv_blocks", self.num_kv_blocks, 1, 64)

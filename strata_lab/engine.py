@@ -65,7 +65,8 @@ class LLMEngine:
         self._builder = Builder(self.config, self._progress)
         self.model_config, self.device = self._builder.model_config, self._builder.device
         self.tokenizer = self._builder.checkpoint.tokenizer()
-        parts = self._builder.parts(self._builder.resolve(self.config.optimizations))
+        self._wish = self.config.optimizations  # as asked for, None where the engine decides
+        parts = self._builder.parts(self._builder.resolve(self._wish))
         scheduler = Scheduler(
             self._builder.new_block_manager(parts),
             max_num_seqs=parts.optimizations.max_num_seqs,
@@ -206,12 +207,14 @@ class LLMEngine:
     def _change(self, before: Optimizations, wanted: Mapping[str, Any]) -> ApplyReport:
         started = time.perf_counter()
         try:
-            after = self._builder.resolve(before.replace(_derive_again(wanted)))
+            wish = self._wish.replace(wanted)
+            after = self._builder.resolve(wish, self._loop.parts)
             parts = self._builder.parts(after, self._loop.parts)
             build_ms = (time.perf_counter() - started) * 1e3
             swap_ms = self._loop.swap(parts, self._builder.new_block_manager, build_ms)
         except (ConfigError, MemoryError, torch.OutOfMemoryError) as error:
             return ApplyReport({n: FieldResult("refused", getattr(before, n), str(error)) for n in wanted})
+        self._wish = wish
         moved, costs, texts = changed_fields(before, after), {t.name: t.cost for t in toggles()}, self.explain()
         answers = {}
         for name in wanted:
@@ -261,12 +264,6 @@ def _why_bad(name: str, value: Any) -> str:
     except ConfigError as error:
         return str(error)
     return ""
-
-
-def _derive_again(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The changes, and `max_model_len` left to be derived from the new pool when one is made."""
-    makes_pool = {"kv_cache_dtype", "gpu_memory_utilization"} & set(changes)
-    return {"max_model_len": None, **changes} if makes_pool else dict(changes)
 
 
 @atexit.register

@@ -176,11 +176,11 @@ class EngineLoop:
 
         Raises `RuntimeError` when the background thread owns the steps.
         """
+        self.check_open()
         if self._thread is not None and threading.current_thread() is not self._thread:
             raise RuntimeError("the background loop runs the steps; use generate() or stream(), or do not call start()")
         start = time.perf_counter()
         with self._lock:
-            self.check_open()
             batch = self.scheduler.schedule()
         if not batch.items:
             return None
@@ -217,7 +217,11 @@ class EngineLoop:
         return tuple(events)
 
     def _report(
-        self, batch: ScheduledBatch, tokens: tuple[TokenEvent, ...], result: StepResult, times: tuple[float, float, float]
+        self,
+        batch: ScheduledBatch,
+        tokens: tuple[TokenEvent, ...],
+        result: StepResult,
+        times: tuple[float, float, float],
     ) -> StepEvent:
         start, scheduled, ran = times
         blocks, parts = self.scheduler.blocks, self.parts

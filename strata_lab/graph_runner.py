@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +89,7 @@ class CudaGraphStep:
     def __init__(self, eager: EagerStep) -> None:
         self.eager = eager
         self._captures: dict[tuple[int, int], _Capture] = {}
-        self._pool = None
+        self._pool: Any = None  # memory that all captures share
 
     def prepare(self, progress: Callable[[float], None]) -> None:
         """Capture the graph of one request; others are captured when they are first needed."""

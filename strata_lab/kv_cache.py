@@ -32,7 +32,7 @@ class KVCache:
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self._k = torch.empty(shape, dtype=KV_DTYPES[kv_format], device=device)
         self._v = torch.empty(shape, dtype=KV_DTYPES[kv_format], device=device)
-        # Unit scales until a checkpoint brings calibrated ones: e4m3 reaches 448, keys of the supported models stay below.
+        # Unit scales until a checkpoint brings calibrated ones: e4m3 reaches 448, the supported models stay below.
         self.scales = [(1.0, 1.0)] * config.num_layers
         self._layers = [LayerKV(self._k[i], self._v[i], *self.scales[i]) for i in range(config.num_layers)]
 

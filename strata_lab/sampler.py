@@ -185,7 +185,7 @@ def _choose(raw: Tensor, edited: Tensor, plan: _Plan) -> tuple[list[int], list[T
     logprobs: list[TokenLogprobs | None] = [None] * num_rows
     for place, i in enumerate(plan.logprobs):
         chosen_logprob, *numbers = values[num_rows + place * width : num_rows + (place + 1) * width]
-        wanted = plan.requests[i].params.logprobs or 0
+        wanted = min(plan.requests[i].params.logprobs or 0, plan.num_top)
         ranked = zip(map(int, numbers[:wanted]), numbers[plan.num_top :][:wanted], strict=True)
         logprobs[i] = TokenLogprobs(token_id=token_ids[i], logprob=chosen_logprob, top=dict(ranked))
     return token_ids, logprobs

@@ -106,7 +106,7 @@ class Scheduler:
         self.num_preemptions = self.num_recomputed_tokens = self._num_added = 0
         self._requests: dict[str, Request] = {}
         self._seniority: dict[str, tuple[int, int]] = {}  # smaller is more senior
-        self._last_turn = (0, 0)  # seniority of the decode that was served last
+        self._last_turn = (0, -1)  # seniority of the decode that was served last
         self.configure(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
                        max_model_len=max_model_len, max_waiting=max_waiting, admission=admission)  # fmt: skip
 
@@ -210,8 +210,10 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Choose the next step's tokens and give them their blocks. Empty only when there is no work."""
         num_running, step = len(self.running), _Step(self.max_num_batched_tokens)
-        decodes = [request for request in self.running if request.is_decoding]
-        prefills = [request for request in self.running if not request.is_decoding]
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        for request in self.running:
+            (decodes if request.is_decoding else prefills).append(request)
         if len(decodes) > step.budget:  # they take turns, beginning behind the one served last
             turn = bisect(decodes, self._last_turn, key=self._rank)
             decodes = decodes[turn:] + decodes[:turn]
@@ -267,7 +269,7 @@ class Scheduler:
 
     def _admit(self, num_running: int, step: _Step) -> None:
         """Move requests from the queue into the step (rule 4)."""
-        growth = spare = 0
+        growth, spare = -1, 0
         while self.waiting and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
             if not self.admission.may_admit(num_running, step.budget):

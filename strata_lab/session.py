@@ -116,7 +116,9 @@ class Intake:
     def session(self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int) -> Session:
         """A session for one prompt."""
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params={params!r} must be a SamplingParams; try SamplingParams(max_tokens=64)")
+            raise RequestError(
+                f"sampling_params={params!r} must be a SamplingParams; try SamplingParams(max_tokens=64)"
+            )
         text, token_ids = self._tokens(prompt)
         request = Request(
             request_id=request_id or f"r-{uuid.uuid4().hex[:12]}",
@@ -145,7 +147,9 @@ class Intake:
 
     def _need_tokenizer(self, what: str) -> Any:
         if self.tokenizer is None:
-            raise RequestError(f"the prompt is {what} but this model has no tokenizer; give token ids, such as [1, 2, 3]")
+            raise RequestError(
+                f"the prompt is {what} but this model has no tokenizer; give token ids, such as [1, 2, 3]"
+            )
         return self.tokenizer
 
     def pair(

@@ -39,7 +39,7 @@ class FakeStats:
     kv_bytes: int = 512_000_000
     bytes_per_step: int = 80_000_000
     kv_bytes_per_token: int = 23_040
-    output_tok_s: float = 0.0
+    num_output_tokens: int = 0
 
 
 @dataclass
@@ -100,6 +100,8 @@ class FakeEngine:
             after = self.optimizations.replace(changes)
             if after.weight_format == "fp8":
                 raise ConfigError("weight_format='fp8' needs a CUDA device; try 'int8'")
+            if after.max_model_len > 2048:
+                raise ConfigError(f"max_model_len={after.max_model_len} is more than the 2048 of the pool; try 2048")
         except ConfigError as error:
             return ApplyReport({n: FieldResult("refused", getattr(self.optimizations, n), str(error)) for n in changes})
         if self.build_s:
@@ -117,7 +119,7 @@ class FakeEngine:
 
     def stats(self) -> FakeStats:
         running = len(self._running())
-        return FakeStats(running, 0, 3 * running)
+        return FakeStats(running, 0, 3 * running, num_output_tokens=sum(r.num_tokens for r in self.requests.values()))
 
     # -- the made-up model --------------------------------------------------------------------------------------
 

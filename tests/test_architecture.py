@@ -41,7 +41,9 @@ TOGGLE_READS = {
     "strata_lab/engine.py: self.optimizations.weight_format": "shown in its repr",
 }
 # Files that may write to standard output, beside cli.py -> why.
-PRINTERS: dict[str, str] = {}
+PRINTERS: dict[str, str] = {
+    "strata_lab/bench/kernels_cpu.py": "a command of its own; the table is its output",
+}
 # Files that may touch the environment -> why.
 ENVIRONMENT_USERS: dict[str, str] = {
     "strata_lab/graph_runner.py": "tells inductor to keep its cache beside ours; it takes the folder from nowhere else",

@@ -93,13 +93,13 @@ def check_law(tokenizer: Tokenizer, ids: list[int], data) -> None:
 
 
 @given(BYTE_IDS | TEXT_IDS, st.data())
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=250)
 def test_pieces_add_up_to_decoding_everything_for_byte_level_tokens(ids, data) -> None:
     check_law(BYTE_LEVEL, ids, data)
 
 
 @given(SENTENCEPIECE_IDS, st.data())
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=250)
 def test_pieces_add_up_to_decoding_everything_for_sentencepiece_tokens(ids, data) -> None:
     check_law(SENTENCEPIECE, ids, data)
 

@@ -56,12 +56,15 @@ def test_lossless_toggles_do_not_change_greedy_tokens(toggle, folder, expected) 
         assert [o.token_ids for o in engine.generate(prompts(4), GREEDY)] == expected
 
 
-def test_preemption_loses_nothing(folder, expected) -> None:
-    """Four requests of up to 24 tokens in a pool of 5 blocks of 8: they cannot all run at once."""
-    with make(folder, block_size=8, num_kv_blocks=5, max_model_len=40) as engine:
-        assert [o.token_ids for o in engine.generate(prompts(4), GREEDY)] == expected
+def test_preemption_loses_nothing(folder) -> None:
+    """Four requests that grow to 9 blocks of 8 each share a pool of 12: they cannot all stay."""
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    with make(folder, block_size=8, num_kv_blocks=12, max_model_len=96) as engine:
+        alone = [engine.generate([p], params)[0].token_ids for p in prompts(4)]
+        assert engine.stats().num_preemptions == 0
+        assert [o.token_ids for o in engine.generate(prompts(4), params)] == alone
         stats = engine.stats()
-        assert stats.num_preemptions > 0 and stats.kv_blocks_used == 0
+        assert stats.num_preemptions > 0 and stats.num_recomputed_tokens > 0 and stats.kv_blocks_used == 0
 
 
 def test_settings_changed_while_tokens_stream_leave_them_unchanged(folder, expected) -> None:
@@ -80,7 +83,10 @@ def test_weights_and_pool_are_rebuilt_under_running_requests(folder) -> None:
         stream = engine.stream(prompts(1)[0], params)
         next(stream)
         report = engine.apply(weight_format="int8", kv_cache_dtype="bf16")
-        assert {n: r.status for n, r in report.results.items()} == {"weight_format": "rebuilt", "kv_cache_dtype": "rebuilt"}
+        assert {n: r.status for n, r in report.results.items()} == {
+            "weight_format": "rebuilt",
+            "kv_cache_dtype": "rebuilt",
+        }
         assert len(list(stream)) == 59
         assert engine.optimizations.weight_format == "int8" and engine.optimizations.kv_cache_dtype == "bf16"
         changes = [e for e in engine.events.since(0)[0] if isinstance(e, SettingEvent)]
@@ -188,7 +194,9 @@ def test_step_is_refused_while_the_loop_owns_the_steps(folder) -> None:
 
 def test_logprobs_belong_to_the_tokens(folder) -> None:
     with make(folder) as engine:
-        out = engine.generate([prompts(1)[0]], SamplingParams(temperature=0, max_tokens=5, logprobs=3, ignore_eos=True))[0]
+        out = engine.generate(
+            [prompts(1)[0]], SamplingParams(temperature=0, max_tokens=5, logprobs=3, ignore_eos=True)
+        )[0]
     assert len(out.logprobs) == 5
     for token, entry in zip(out.token_ids, out.logprobs, strict=True):
         assert entry.token_id == token == next(iter(entry.top)) and len(entry.top) == 3
@@ -259,7 +267,9 @@ def test_a_crashing_step_ends_its_requests_and_not_the_engine(folder, expected, 
 
 
 def test_a_pool_too_small_for_max_model_len_names_the_numbers(folder) -> None:
-    with pytest.raises(ConfigError, match="max_model_len=128 needs 8 KV blocks but the pool has 3 .48 tokens.*try max_model_len=48"):
+    with pytest.raises(
+        ConfigError, match="max_model_len=128 needs 8 KV blocks but the pool has 3 .48 tokens.*try max_model_len=48"
+    ):
         make(folder, num_kv_blocks=3)
 
 

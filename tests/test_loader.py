@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import struct
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -55,13 +57,13 @@ def small_gguf(models, tmp_path):
     return path
 
 
-def values(checkpoint, name: str) -> torch.Tensor:
-    """A tensor of a checkpoint as float32."""
+def values(checkpoint, name: str, rows: int = 10**9) -> torch.Tensor:
+    """A tensor of a checkpoint as float32, at most so many rows of it."""
     if not is_linear(name):
         return checkpoint.tensor(name).float()
     weight = checkpoint.linear(name)
     assert weight.layout == "rows"
-    return get_format(weight.format).dequantize(weight)
+    return get_format(weight.format).dequantize(weight.rows(0, min(rows, weight.shape[0])))
 
 
 def edit_config(folder: Path, **changes) -> None:
@@ -90,30 +92,47 @@ def test_the_default_model_opens_by_name_with_its_published_geometry() -> None:
     assert checkpoint.tokenizer().decode(checkpoint.tokenizer().encode("Hello world")) == "Hello world"
 
 
+def raw_tensors(path: Path) -> dict[str, tuple[gguf.GGMLQuantizationType, tuple[int, int], np.ndarray]]:
+    """Matrices of a GGUF file as (type, [N, K], blocks), found by their names in the header without parsing it."""
+    raw = np.memmap(path, mode="r")
+    head = raw[: 4 << 20].tobytes()
+    found, end = [], 0
+    for match in re.finditer(rb"(?:blk\.\d+\.[a-z_]+|token_embd|output_norm)\.weight", head):
+        (dims,) = struct.unpack_from("<I", head, match.end())
+        numbers = struct.unpack_from(f"<{dims}QIQ", head, match.end() + 4)
+        found.append((match[0].decode(), numbers))
+        end = match.end() + 4 + struct.calcsize(f"<{dims}QIQ")
+    data = -(-end // 32) * 32
+    result = {}
+    for name, (*shape, kind, offset) in found:
+        if len(shape) == 2:
+            columns, rows = shape
+            kind = gguf.GGMLQuantizationType(kind)
+            block, nbytes = gguf.GGML_QUANT_SIZES[kind]
+            width, start = columns // block * nbytes, data + offset
+            result[name] = kind, (rows, columns), raw[start : start + rows * width].reshape(rows, width)
+    return result
+
+
 @needs_default
 def test_the_default_model_is_read_without_changing_a_bit() -> None:
     """Against the gguf package's own dequantization, with q and k rows put in Hugging Face's order."""
-    import gguf
-
-    checkpoint = open_checkpoint("smollm2-135m")
-    stored = {t.name: t for t in gguf.GGUFReader(DEFAULT).tensors}
-    top = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    checkpoint, stored = open_checkpoint("smollm2-135m"), raw_tensors(DEFAULT)
+    assert len(stored) == 211
     part = {
-        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
     }  # fmt: skip
-    for name in checkpoint.names():
-        _, _, layer, *_ = f"{name}..".split(".")
-        if name not in top and layer not in ("0", "13", "29"):
-            continue
-        rest = name.removeprefix(f"model.layers.{layer}.").removesuffix(".weight")
-        source = stored[top.get(name) or f"blk.{layer}.{part[rest]}.weight"]
-        expected = gguf.quants.dequantize(source.data, source.tensor_type)
-        if ".q_proj" in name or ".k_proj" in name:
-            heads = {".q_proj": 9, ".k_proj": 3}[name[-14:-7]]
+    names = {f"model.layers.{i}.{ours}.weight": f"blk.{i}.{theirs}.weight"
+             for i in (0, 13, 29) for ours, theirs in part.items()}  # fmt: skip
+    for name, gguf_name in {**names, "model.embed_tokens.weight": "token_embd.weight"}.items():
+        kind, shape, blocks = stored[gguf_name]
+        expected = gguf.quants.dequantize(blocks[:4096], kind)
+        for heads in [9] * ("q_proj" in name) + [3] * ("k_proj" in name):
             expected = expected.reshape(heads, 32, 2, 576).swapaxes(1, 2).reshape(heads * 64, 576)
-        assert np.array_equal(values(checkpoint, name).numpy(), expected), name
+        assert checkpoint.linear(name).shape == shape
+        assert np.array_equal(values(checkpoint, name, rows=4096).numpy(), expected), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -406,6 +425,10 @@ def test_computed_buffers_of_old_exporters_are_ignored(llama) -> None:
         ({"tokenizer__ggml__merges": ["no such"]}, "merges are damaged"),
         ({"tokenizer__ggml__token_type": [1]}, "token_type has 1 entries"),
         ({"tokenizer__ggml__bos_token_id": 9999}, "bos_token_id is 9999"),
+        (
+            {"kind": "Q4_0", "tensors": {"output.weight": np.full((320, 64), 1e5, np.float32)}},
+            "'output.weight' has Q4_0 scales of 12496.0, too large for 16-bit minimums; use a Q8_0 file",
+        ),
         ({"kind": "Q5_1"}, r"has type Q5_1; supported are F32, F16, BF16, Q8_0, Q4_0, Q4_1"),
     ],
 )

@@ -18,6 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+import strata_lab.scheduler as scheduler_module
 from strata_lab.batch import ScheduledBatch
 from strata_lab.block_manager import BlockManager
 from strata_lab.config import ConfigError
@@ -278,6 +279,14 @@ def test_at_most_max_num_seqs_run() -> None:
     assert max(sizes) == 3
 
 
+def test_a_step_without_budget_left_admits_nobody() -> None:
+    scheduler, model = make(max_num_batched_tokens=8)
+    scheduler.add(request("a", prompt=8))
+    scheduler.add(request("b"))
+    model.step()
+    assert (names(scheduler.running), names(scheduler.waiting)) == (["a"], ["b"])
+
+
 def test_with_continuous_batching_a_newcomer_joins_a_running_batch() -> None:
     scheduler, model = make()
     scheduler.add(request("a"))
@@ -363,6 +372,47 @@ def test_nobody_evicts_a_senior_and_who_finds_no_victim_waits_with_its_blocks() 
     assert len(scheduler.blocks.table("c")) == 2
     second = model.step()  # now b is at a boundary, and c is its junior
     assert (names(second.items), names(second.preempted)) == (["a", "b"], ["c"])
+
+
+def test_a_junior_waits_for_a_senior_that_is_still_computing_its_prompt() -> None:
+    """a arrived later with a higher priority; b stands at a block boundary and the pool is exhausted."""
+    scheduler, model = make(max_num_batched_tokens=9)
+    scheduler.add(request("b", prompt=4))
+    model.step()
+    scheduler.add(request("a", prompt=40, priority=1))
+    assert slices(model.step()) == [("b", 4, 1), ("a", 0, 8)]
+    scheduler.blocks.grow("someone else", 4 * scheduler.blocks.num_free)
+    assert slices(model.step()) == [("b", 5, 1)]  # a has no block and evicts nobody who has a place in the step
+    model.step(), model.step()
+    batch = model.step()
+    assert (slices(batch), names(batch.preempted)) == ([("a", 8, 8)], ["b"])
+
+
+def test_a_place_in_the_step_protects_from_eviction() -> None:
+    """With 2 places for 3 decodes the turn is c, then a at a block boundary: c has fewer tokens, but b is evicted."""
+    scheduler, model = exhausted(("a", 7, 0), ("b", 9, 0), ("c", 5, 0), num_blocks=7)
+    scheduler.configure(max_num_batched_tokens=2)
+    assert names(model.step().items) == ["a", "b"]
+    batch = model.step()
+    assert (names(batch.items), names(batch.preempted)) == (["c", "a"], ["b"])
+
+
+def test_who_owns_no_block_is_not_evicted() -> None:
+    scheduler, model = make(admission=StaticAdmission(), max_num_batched_tokens=12)
+    for name, prompt in (("a", 4), ("b", 8), ("c", 8)):
+        scheduler.add(request(name, prompt=prompt))
+    model.step()
+    assert (names(scheduler.running), scheduler.blocks.table("c")) == (["a", "b", "c"], [])
+    scheduler.blocks.grow("someone else", 4 * scheduler.blocks.num_free)
+    assert names(model.step().preempted) == ["b"]
+
+
+def test_a_slice_shrinks_to_the_room_in_the_pool() -> None:
+    scheduler, model = make(max_num_batched_tokens=8)
+    scheduler.add(request("a", prompt=40))
+    model.step()
+    scheduler.blocks.grow("someone else", 4 * (scheduler.blocks.num_free - 1))
+    assert slices(model.step()) == [("a", 8, 4)]
 
 
 def test_higher_priority_keeps_blocks_however_late_it_came() -> None:
@@ -631,8 +681,12 @@ def test_a_step_of_64_decodes_is_scheduled_in_well_under_a_millisecond() -> None
 class SchedulerMachine(RuleBasedStateMachine):
     """Random use of one scheduler; whatever happens, every request that ends by itself has its undisturbed text."""
 
-    @initialize(num_blocks=st.integers(6, 14), budget=st.integers(1, 20), seats=st.integers(1, 6))
-    def start(self, num_blocks: int, budget: int, seats: int) -> None:
+    @initialize(
+        num_blocks=st.integers(6, 14), budget=st.integers(1, 20), seats=st.integers(1, 6), growth=st.integers(0, 2)
+    )
+    def start(self, num_blocks: int, budget: int, seats: int, growth: int) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(scheduler_module, "GROWTH_BLOCKS", growth)  # the laws hold for any; 0 evicts the most
         self.scheduler, self.model = make(
             num_blocks, 3, max_num_batched_tokens=budget, max_num_seqs=seats, max_model_len=40, max_waiting=8
         )
@@ -655,13 +709,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(steps):
             running_before = len(self.scheduler.running)
             work, static = self.scheduler.has_work, isinstance(self.scheduler.admission, StaticAdmission)
+            most_senior = self.scheduler.running[0] if running_before else None
             outputs = {r.request_id: r.output_token_ids for r in self.added}
             batch = self.scheduler.schedule()
             assert bool(batch.items) == work
             assert batch.num_tokens == sum(i.num_tokens for i in batch.items) <= self.scheduler.max_num_batched_tokens
             assert len(self.scheduler.running) <= max(self.scheduler.max_num_seqs, running_before)
             assert not {r.request_id for r in batch.preempted} & set(names(batch.items))
-            assert not (static and running_before) or len(self.scheduler.running) <= running_before
+            assert most_senior not in batch.preempted
+            if (static and running_before) or batch.preempted:
+                assert len(self.scheduler.running) == running_before - len(batch.preempted)
             for item in batch.items:
                 assert item.start == item.request.num_computed_tokens
                 assert len(item.block_table) * 3 >= item.start + item.num_tokens > item.start
@@ -724,6 +781,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "scheduler"):
+            self.patch.undo()
             left = [r for r in self.added if not r.finished]
             # Proof of progress: between two output tokens at most every token of every request is computed once.
             bound = sum(r.params.max_tokens for r in left) * sum(

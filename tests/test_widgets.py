@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import strata_widgets
 from strata_widgets import EngineHeader, PromptBox, RateChart, TogglePanel, TokenStream
 from strata_widgets._base import FLUSHES_PER_S, StrataWidget, load_style, load_view
@@ -26,21 +27,18 @@ NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed")
 
 TOGGLE = {
-    "name": "cuda_graph", "doc": "d", "kind": "bool", "choices": [], "minimum": None, "maximum": None, "optional": False,
-    "cost": "live", "lossless": True, "off": False, "default": True, "value": True, "effect": "e",
+    "name": "cuda_graph", "doc": "d", "kind": "bool", "choices": [], "minimum": None, "maximum": None,
+    "optional": False, "cost": "live", "lossless": True, "off": False, "default": True, "value": True, "effect": "e",
 }  # fmt: skip
 CHOICE = {**TOGGLE, "name": "weight_format", "kind": "choice", "choices": ["bf16", "int4"], "value": "bf16"}
 NUMBER = {**TOGGLE, "name": "max_num_seqs", "kind": "int", "value": 16, "cost": "rebuild"}
+LANE = {"title": "Stream", "prompt": "", "state": "done", "note": "", "num_tokens": 1, "rate": None}
 FILLED = {
     EngineHeader: {"facts": [{"label": "device", "value": "cpu", "tip": "t"}], "notes": ["n"]},
     TogglePanel: {"toggles": [TOGGLE, CHOICE, NUMBER], "enabled": True},
-    PromptBox: {},
+    PromptBox: {"enabled": True},
     RateChart: {"numbers": [{"label": "total", "unit": "tok/s", "line": "total", "tip": "t"}], "values": [1.0]},
-    TokenStream: {
-        "lanes": [
-            {"id": i, "title": i, "prompt": "", "state": "done", "note": "", "num_tokens": 1, "rate": None} for i in "ab"
-        ]
-    },
+    TokenStream: {"lanes": [{**LANE, "id": "a"}, {**LANE, "id": "b"}]},
 }
 
 

@@ -90,14 +90,23 @@ class Climb:
         engine: with `Optimizations.none()` in force.
         single: what is measured with one stream.
         several: what is measured with several; its concurrency becomes `max_num_seqs`.
+        stages: what to switch on, in order; None is `plan()`.
         rounds: how often each stage is measured after; before is measured once more.
         progress: called with what is being measured and the fraction done.
     """
 
     def __init__(
-        self, engine: Any, single: Workload, several: Workload, *, rounds: int = 1, progress: ProgressFn | None = None
+        self,
+        engine: Any,
+        single: Workload,
+        several: Workload,
+        *,
+        stages: list[Stage] | None = None,
+        rounds: int = 1,
+        progress: ProgressFn | None = None,
     ) -> None:
         self.engine, self.rounds = engine, rounds
+        self.stages = plan(engine.device.type) if stages is None else stages
         self.workloads = {"single stream": single, "several streams": several}
         self.progress = progress or (lambda task, fraction: None)
         self.device = str(engine.device)
@@ -107,12 +116,11 @@ class Climb:
     def records(self) -> list[Record]:
         """Run the whole climb. Takes minutes; Ctrl+C stops it between two runs."""
         environment = Environment.now(self.device)
-        stages = plan(self.engine.device.type)
-        self._steps = (len(stages) + 1) * (2 * self.rounds + 1)
-        for stage in (s for s in stages if not s.several):
+        self._steps = (len(self.stages) + 1) * (2 * self.rounds + 1)
+        for stage in (s for s in self.stages if not s.several):
             self._climb_one(stage, "single stream")
         self._everything()
-        several = [s for s in stages if s.several]
+        several = [s for s in self.stages if s.several]
         if several:
             with self._crowd():
                 for stage in several:

@@ -127,7 +127,7 @@ def peers(
     """
     started, missing = [], []
     common = ["--model", str(model), "--threads", str(sizes.threads)]
-    worker = [sys.executable, str(FOLDER / "peer_transformers.py"), *common]
+    worker = [sys.executable, "-m", "strata_lab.bench.peer_transformers", *common]
     started.append(Peer("transformers fp32", worker, prompts, sizes.output_tokens))
     if llama_python is None and importlib.util.find_spec("llama_cpp") is not None:
         llama_python = sys.executable
@@ -146,8 +146,9 @@ def peers(
 
 def compare(engine: Any, formats: Sequence[str], others: Sequence[Peer], sizes: Sizes) -> dict[str, list[Figures]]:
     """Interleave everybody; name to the figures of each round."""
-    ours = [Ours(engine, weight_format, sizes) for weight_format in formats]
-    return interleave({who.name: who.measure for who in [*ours, *others]}, sizes.rounds)
+    everybody: list[Ours | Peer] = [Ours(engine, weight_format, sizes) for weight_format in formats]
+    everybody += others
+    return interleave({who.name: who.measure for who in everybody}, sizes.rounds)
 
 
 def records(
@@ -229,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from rich.console import Console
 
     from strata_lab.engine import LLMEngine
-    from strata_lab.models.hub import KNOWN_MODELS, find_model
+    from strata_lab.models.hub import find_model
 
     torch.set_num_threads(sizes.threads)
     console, log = Console(), Console(stderr=True)
@@ -238,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scratch = user_cache_path("strata_lab", ensure_exists=True)
     options = {"device": "cpu", "weight_format": formats[0], "compile_whole_model": args.compile_whole_model}
     with LLMEngine(args.model, max_num_batched_tokens=max(512, sizes.prompt_tokens), **options) as engine:
-        path = find_model(args.model) if args.model in KNOWN_MODELS else Path(args.model)
+        path = find_model(args.model)
         assert path is not None, "the engine has just opened it"
         vocabulary = engine.model_config.vocab_size
         prompts = {f: w.prompts(engine.tokenizer, vocabulary) for f, w in sizes.workloads.items()}

@@ -1,7 +1,8 @@
 """transformers as a peer: a worker process, float32, eager; the same protocol as `peer_llama_cpp.py`.
 
 The loop is the shortest one that transformers allows (its own model and cache, argmax, no `generate` bookkeeping), so
-the peer is measured at its best. It imports nothing of ours.
+the peer is measured at its best. Only the weights of a .gguf file come through our loader, because transformers needs
+another package for that; the numbers are then the same for everybody.
 """
 
 from __future__ import annotations
@@ -16,14 +17,52 @@ from typing import Any
 import torch
 import transformers
 
+CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+
+def load(path: Path) -> Any:
+    """A causal model in float32 from a Hugging Face folder or a .gguf file of a dense family."""
+    if path.is_dir():
+        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    from strata_lab.models.checkpoint import is_linear
+    from strata_lab.models.loader import open_checkpoint
+    from strata_lab.quant import get_format
+
+    checkpoint = open_checkpoint(str(path))
+    c = checkpoint.config
+    if c.architecture not in CLASSES or c.rope_scaling:
+        raise SystemExit(
+            f"{path}: a {c.architecture} model from a .gguf file is more than this peer can do; give a folder"
+        )
+    kind = CLASSES[c.architecture]
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_q_heads,
+        num_key_value_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        max_position_embeddings=c.max_position,
+        rms_norm_eps=c.rms_norm_eps,
+        tie_word_embeddings=c.tie_word_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+    )
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    weights = {}
+    for name in checkpoint.names():
+        stored = checkpoint.linear(name) if is_linear(name) else checkpoint.tensor(name)
+        weights[name] = stored.float() if torch.is_tensor(stored) else get_format(stored.format).dequantize(stored)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    return model.eval()
+
 
 class Transformers:
-    """A causal model from a .gguf file or a Hugging Face folder, in float32."""
+    """A causal model in float32 from a .gguf file or a Hugging Face folder."""
 
     def __init__(self, path: Path) -> None:
-        source = {"gguf_file": path.name} if path.is_file() else {}
-        folder = path.parent if path.is_file() else path
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **source).eval()
+        self.model = load(path)
 
     def _prompt(self, prompts: list[list[int]]) -> tuple[torch.Tensor, Any]:
         out = self.model(torch.tensor(prompts), use_cache=True, logits_to_keep=1)

@@ -51,8 +51,10 @@ def nice_ticks(top: float) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Three significant digits, no exponent."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    """Three significant digits, no exponent; a whole number as it is."""
+    if value >= 100 or float(value).is_integer():
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def columns(title: str, unit: str, data: Sequence[Column]) -> str:

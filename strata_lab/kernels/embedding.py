@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from strata_lab.kernels.cpu import build
-from strata_lab.kernels.cpu.packing import pack, unpack
+from strata_lab.kernels.cpu.packing import unpack
+from strata_lab.kernels.linear import case_weight
 from strata_lab.kernels.spec import Case, KernelSpec
 from strata_lab.quant import FORMATS, get_format
 from strata_lab.quant.base import LinearWeight
@@ -54,8 +55,7 @@ def _cases() -> Iterator[Case]:
 
 def _inputs(name: str, shape: tuple[int, int], ids: list[int], device: torch.device) -> dict[str, Any]:
     table = torch.randn(*shape, generator=torch.Generator().manual_seed(shape[0])).to(device)
-    weight = get_format(name).quantize(table)
-    return {"ids": torch.tensor(ids, device=device), "weight": pack(weight) if device.type == "cpu" else weight}
+    return {"ids": torch.tensor(ids, device=device), "weight": case_weight(name, table)}
 
 
 def _bytes_moved(ids: Tensor, weight: LinearWeight) -> int:

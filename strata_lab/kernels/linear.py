@@ -12,10 +12,10 @@ Layout "rows" is plain torch on any device: the reference itself. Layout "panels
 operator, whose contract adds two things:
 
 * int8 and int4 weights meet activations rounded to int8 in groups of 32 columns (scale = largest magnitude / 127), after
-  the norm. Products within a group are exact integers. `round_activations` is that rounding; `linear_ref` applies it too.
-* A row of the result depends on its row of x alone, to the last bit, whatever T: sums run over the columns (float formats)
-  or groups (integer formats) in their order, in every kernel. Builds for different instruction sets agree to the last bit
-  in the products; so do one and several threads.
+  the norm. Products within a group are exact integers. `round_activations` is that rounding, and `linear_ref` does it.
+* A row of the result depends on its row of x alone, to the last bit, whatever T: sums run over the columns (float
+  formats) or groups (integer formats) in their order, in every kernel. So builds for different instruction sets and
+  different numbers of threads give the same bits too.
 
 Bytes moved: the packed weight once per call (for every T, as it is unpacked in registers for 8 rows of x at a time and
 then comes from the cache), x and the result. Fast because decode then waits for nothing but those bytes: no second pass
@@ -44,12 +44,16 @@ _SMALLEST_AMAX = 1e-36  # below it 127 / amax would overflow; such a group count
 
 
 def round_activations(x: Tensor) -> Tensor:
-    """x [T, K] float32 rounded to int8 codes in groups of 32 columns and back, as the integer kernels see it."""
+    """x [T, K] rounded to int8 codes in groups of 32 columns and back, as the integer kernels see it.
+
+    Codes and scales are found in float32 as there, whatever the dtype of x; their product is in the dtype of x.
+    """
     k = x.shape[1]
-    groups = pad(x, (0, -k % ACTIVATION_GROUP)).unflatten(1, (-1, ACTIVATION_GROUP))
+    groups = pad(x.float(), (0, -k % ACTIVATION_GROUP)).unflatten(1, (-1, ACTIVATION_GROUP))
     amax = groups.abs().amax(dim=-1, keepdim=True)
     inverse = torch.where(amax < _SMALLEST_AMAX, 0.0, 127.0 / amax)
-    return ((groups * inverse).round() * (amax / 127.0)).flatten(1)[:, :k]
+    codes, scales = (groups * inverse).round(), amax / 127.0
+    return (codes.to(x.dtype) * scales.to(x.dtype)).flatten(1)[:, :k]
 
 
 def linear_ref(
@@ -122,8 +126,21 @@ def _cases() -> Iterator[Case]:
     for name in FORMATS:
         yield Case(f"{name}-one-row", functools.partial(_inputs, name, 1, 48, 64, ()))
         yield Case(f"{name}-ragged", functools.partial(_inputs, name, 3, 20, 72, ("bias",)))
-        yield Case(f"{name}-everything", functools.partial(_inputs, name, 9, 32, 96, ("bias", "norm", "residual", "gate")))
+        yield Case(
+            f"{name}-everything", functools.partial(_inputs, name, 9, 32, 96, ("bias", "norm", "residual", "gate"))
+        )
         yield Case(f"{name}-many-rows", functools.partial(_inputs, name, 29, 40, 300, ("residual",)))
+
+
+def case_weight(name: str, w: Tensor) -> LinearWeight:
+    """w in format `name`, packed where the CPU kernels can be had: a case for the machine at hand."""
+    weight = get_format(name).quantize(w)
+    if w.device.type != "cpu":
+        return weight
+    try:
+        return pack(weight)
+    except build.CpuKernelsUnavailable:
+        return weight
 
 
 def _inputs(name: str, t: int, n: int, k: int, parts: tuple[str, ...], device: torch.device) -> dict[str, Any]:
@@ -132,8 +149,7 @@ def _inputs(name: str, t: int, n: int, k: int, parts: tuple[str, ...], device: t
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device)
 
-    weight = get_format(name).quantize(normal(n, k))
-    inputs: dict[str, Any] = {"x": normal(t, k), "weight": pack(weight) if device.type == "cpu" else weight}
+    inputs: dict[str, Any] = {"x": normal(t, k), "weight": case_weight(name, normal(n, k))}
     if "bias" in parts:
         inputs["bias"] = normal(n)
     if "norm" in parts:
@@ -145,13 +161,13 @@ def _inputs(name: str, t: int, n: int, k: int, parts: tuple[str, ...], device: t
     return inputs
 
 
-def _bytes_moved(x: Tensor, weight: LinearWeight, bias: Tensor | None = None, **options: Any) -> int:  # noqa: ANN401
+def _bytes_moved(x: Tensor, weight: LinearWeight, bias: Tensor | None = None, **options: Any) -> int:
     n = weight.shape[0] // (2 if options.get("silu_mul") else 1)
     extra = [t for t in (bias, options.get("norm_weight"), options.get("residual")) if t is not None]
     return weight.nbytes + 4 * (x.numel() + x.shape[0] * n + sum(t.numel() for t in extra))
 
 
-def _flops(x: Tensor, weight: LinearWeight, *_: Any, **__: Any) -> int:  # noqa: ANN401
+def _flops(x: Tensor, weight: LinearWeight, *_: Any, **__: Any) -> int:
     return 2 * x.shape[0] * weight.shape[0] * weight.shape[1]
 
 

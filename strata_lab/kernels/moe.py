@@ -1,8 +1,8 @@
 """Routing and experts of a mixture of experts, as plain torch.
 
 `router_topk` picks the experts, `moe_mlp` runs them. Bytes moved at small batch: every *distinct* expert once. Few
-tokens gather their experts' weights; many tokens visit every expert, with a share of 0 for those routed elsewhere. Neither
-way asks the host which experts were chosen, so a CUDA graph can hold both.
+tokens gather their experts' weights; many tokens visit every expert, with a share of 0 for those routed elsewhere.
+Neither way asks the host which experts were chosen, so a CUDA graph can hold both.
 """
 
 from __future__ import annotations
@@ -115,7 +115,11 @@ def moe_mlp_cpu(x: Tensor, gate_up: LinearWeight, down: LinearWeight, weights: T
 
 
 def _cases() -> Iterator[Case]:
-    for tokens, experts, top_k, name in ((1, 8, 2, "one-token"), (3, 4, 2, "more-slots-than-experts"), (9, 8, 3, "many")):
+    for tokens, experts, top_k, name in (
+        (1, 8, 2, "one-token"),
+        (3, 4, 2, "more-slots-than-experts"),
+        (9, 8, 3, "many"),
+    ):
         yield Case(name, functools.partial(_inputs, tokens, experts, top_k))
 
 

@@ -9,34 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from strata_lab.config import ModelConfig
+from strata_lab.models.errors import CheckpointError
 from strata_lab.quant.base import LinearWeight
 from strata_lab.tokenizer import Tokenizer
 
 # Buffers that old exporters stored beside the weights; they are computed, not learned.
 _COMPUTED = re.compile(r"(rotary_emb\.inv_freq|\.attn\.masked_bias|\.attn\.bias)$")
 _ROUTER = ".mlp.gate.weight"
-
-
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be used. The message names the file, the tensor or key, what was expected and the fix."""
-
-
-def refuse_pickle(path: Path) -> CheckpointError:
-    """Why a pickled file is not read, and what to do."""
-    return CheckpointError(
-        f"{path} is a pickle: opening it could run any code in it, so it is never read. Use the model's .safetensors "
-        "files, or convert it where you trust it: load it with torch, write it with safetensors.torch.save_file"
-    )
 
 
 class Checkpoint(Protocol):

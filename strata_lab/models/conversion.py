@@ -25,7 +25,8 @@ from typing import Any
 from torch import Tensor
 
 from strata_lab.config import ModelConfig
-from strata_lab.models.checkpoint import CheckpointError, check_tensors, is_linear, plain_linear, plain_tensor
+from strata_lab.models.checkpoint import check_tensors, is_linear, plain_linear, plain_tensor
+from strata_lab.models.errors import CheckpointError
 from strata_lab.models.safetensors_io import SafetensorsFile, TensorPart, write_safetensors
 from strata_lab.quant.base import LinearWeight
 from strata_lab.tokenizer import Tokenizer

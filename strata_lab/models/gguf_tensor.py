@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from strata_lab.models.checkpoint import CheckpointError
+from strata_lab.models.errors import CheckpointError
 from strata_lab.models.safetensors_io import TensorPart
 
 GROUP = 32  # columns that share a scale in Q4_0, Q4_1 and Q8_0

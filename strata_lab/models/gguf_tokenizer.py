@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from strata_lab.models.checkpoint import CheckpointError
+from strata_lab.models.errors import CheckpointError
 from strata_lab.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

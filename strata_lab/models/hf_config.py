@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from strata_lab.config import ConfigError, ModelConfig
-from strata_lab.models.checkpoint import CheckpointError
+from strata_lab.models.errors import CheckpointError
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",

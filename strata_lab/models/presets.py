@@ -137,7 +137,9 @@ def _mlp_shapes(c: ModelConfig, prefix: str) -> dict[str, tuple[int, ...]]:
         owners, width = [prefix], c.intermediate_size
     else:
         owners, width = [f"{prefix}experts.{e}." for e in range(c.num_experts)], c.moe_intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {f"{prefix}gate.weight": (c.num_experts, c.hidden_size)} if c.num_experts else {}
+    shapes: dict[str, tuple[int, ...]] = (
+        {f"{prefix}gate.weight": (c.num_experts, c.hidden_size)} if c.num_experts else {}
+    )
     for owner in owners:
         shapes |= {f"{owner}{part}_proj.weight": (width, c.hidden_size) for part in ("gate", "up")}
         shapes[f"{owner}down_proj.weight"] = (c.hidden_size, width)

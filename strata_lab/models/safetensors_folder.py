@@ -11,14 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from strata_lab.models.checkpoint import (
-    PICKLE_SUFFIXES,
-    CheckpointError,
-    check_tensors,
-    plain_linear,
-    plain_tensor,
-    refuse_pickle,
-)
+from strata_lab.models.checkpoint import check_tensors, plain_linear, plain_tensor
+from strata_lab.models.errors import PICKLE_SUFFIXES, CheckpointError, refuse_pickle
 from strata_lab.models.hf_config import read_config, read_json
 from strata_lab.models.safetensors_io import SafetensorsFile, float_dtype
 from strata_lab.quant.base import LinearWeight

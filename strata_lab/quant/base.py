@@ -52,11 +52,9 @@ class LinearWeight:
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
     def _map(self, fn: Callable[[Tensor], Tensor], shape: tuple[int, int]) -> LinearWeight:
-        parts = {name: None if t is None else fn(t) for name, t in self._parts()}
-        return replace(self, shape=shape, **parts)
-
-    def _parts(self) -> list[tuple[str, Tensor | None]]:
-        return [("data", self.data), ("scales", self.scales), ("mins", self.mins)]
+        scales = None if self.scales is None else fn(self.scales)
+        mins = None if self.mins is None else fn(self.mins)
+        return replace(self, shape=shape, data=fn(self.data), scales=scales, mins=mins)
 
     def rows(self, start: int, stop: int) -> LinearWeight:
         """Rows start:stop as a view. In panel layout both must be multiples of `PANEL_ROWS`."""
@@ -80,10 +78,15 @@ def concat_rows(weights: Sequence[LinearWeight]) -> LinearWeight:
     )
     assert same, [(w.format, w.shape, w.group_size, w.layout) for w in weights]
     rows = sum(w.shape[0] for w in weights)
-    parts = {
-        name: None if t is None else torch.cat([getattr(w, name) for w in weights]) for name, t in first._parts()
-    }
-    return replace(first, shape=(rows, first.shape[1]), **parts)
+    scales = [w.scales for w in weights if w.scales is not None]
+    mins = [w.mins for w in weights if w.mins is not None]
+    return replace(
+        first,
+        shape=(rows, first.shape[1]),
+        data=torch.cat([w.data for w in weights]),
+        scales=torch.cat(scales) if scales else None,
+        mins=torch.cat(mins) if mins else None,
+    )
 
 
 class QuantFormat(Protocol):

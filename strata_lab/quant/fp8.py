@@ -11,7 +11,7 @@ from torch import Tensor
 
 from strata_lab.quant.base import LinearWeight
 from strata_lab.quant.fp32 import FLOAT32_MAX
-from strata_lab.quant.groups import check_matrix, check_readable, row_chunks
+from strata_lab.quant.groups import check_matrix, check_readable, divided, row_chunks
 
 E4M3_MAX = 448.0
 # A row of (almost) zeros takes this scale: the smallest normal float32, so that neither it nor its inverse is flushed.
@@ -34,7 +34,7 @@ class Fp8:
         scales = torch.empty(n, 1, dtype=torch.float32, device=w.device)
         for rows in row_chunks(n, k):
             x = w[rows].float()
-            scale = (x.abs().amax(dim=1, keepdim=True) / E4M3_MAX).clamp_(min=SMALLEST_SCALE)
+            scale = divided(x.abs().amax(dim=1, keepdim=True), E4M3_MAX).clamp_(min=SMALLEST_SCALE)
             # torch's cast does not saturate: what rounds past 448 would become NaN
             data[rows] = (x / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
             scales[rows] = scale

@@ -59,3 +59,8 @@ def grouped(w: Tensor) -> Tensor:
     if missing:
         w = functional.pad(w.unsqueeze(0), (0, missing), mode="replicate").squeeze(0)
     return w.reshape(w.shape[0], -1, GROUP_SIZE)
+
+
+def divided(x: Tensor, divisor: float) -> Tensor:
+    """`x / divisor` rounded as IEEE says. By a plain number CUDA multiplies with the rounded inverse instead."""
+    return x / torch.full_like(x, divisor)

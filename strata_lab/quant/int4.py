@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from strata_lab.quant.base import LinearWeight
-from strata_lab.quant.groups import FLOAT16_MAX, GROUP_SIZE, check_matrix, check_readable, grouped, row_chunks
+from strata_lab.quant.groups import FLOAT16_MAX, GROUP_SIZE, check_matrix, check_readable, divided, grouped, row_chunks
 
 CODE_MAX = 15
 HALF = GROUP_SIZE // 2  # byte j of a group: column j in the low nibble, column j + 16 in the high one
@@ -42,7 +42,7 @@ class Int4:
         for rows in row_chunks(n, k):
             x = grouped(w[rows])  # [n, groups, 32]
             lowest = x.amin(dim=-1, keepdim=True)
-            scale = (x.amax(dim=-1, keepdim=True) - lowest) / CODE_MAX
+            scale = divided(x.amax(dim=-1, keepdim=True) - lowest, CODE_MAX)
             scales[rows], mins[rows] = scale.squeeze(-1), lowest.squeeze(-1)
             vanished = scales[rows].unsqueeze(-1) == 0
             x = (x - lowest).mul_(torch.where(vanished, 0.0, scale.reciprocal())).add_(0.5)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from strata_lab.quant.base import LinearWeight
-from strata_lab.quant.groups import FLOAT16_MAX, GROUP_SIZE, check_matrix, check_readable, grouped, row_chunks
+from strata_lab.quant.groups import FLOAT16_MAX, GROUP_SIZE, check_matrix, check_readable, divided, grouped, row_chunks
 
 CODE_MAX = 127
 
@@ -35,7 +35,7 @@ class Int8:
         scales = torch.empty(n, -(-k // GROUP_SIZE), dtype=torch.float16, device=w.device)
         for rows in row_chunks(n, k):
             x = grouped(w[rows])  # [n, groups, 32]
-            scale = x.abs().amax(dim=-1, keepdim=True) / CODE_MAX
+            scale = divided(x.abs().amax(dim=-1, keepdim=True), CODE_MAX)
             scales[rows] = scale.squeeze(-1)
             vanished = scales[rows].unsqueeze(-1) == 0
             x = x * torch.where(vanished, 0.0, scale.reciprocal())

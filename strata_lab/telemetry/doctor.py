@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Literal
 
 from strata_lab.config import DEFAULT_MODEL
@@ -202,23 +201,21 @@ def _one_gpu(gpu: hardware.GpuInfo) -> Iterator[Check]:
 
 def _model(model: str) -> Iterator[Check]:
     from strata_lab.models import hub
-    from strata_lab.models.checkpoint import CheckpointError
+    from strata_lab.models.errors import CheckpointError
     from strata_lab.models.presets import preset_config
 
     if preset_config(model) is not None:
         yield Check("model", model, "a preset: random weights, nothing to find")
         return
-    path: Path | None = Path(model).expanduser()
-    if path and not path.exists():
-        try:
-            path = hub.find_model(model)
-        except CheckpointError as error:
-            yield Check("model", model, str(error), "fail", f"give the path of a model, or {hub.how_to_get()}")
-            return
-    if path is None:
-        yield Check("model", model, "not installed", "fail", hub.how_to_get(model))
+    path = hub.find_model(model)
+    if path is not None:
+        yield Check("model", model, str(path))
         return
-    yield Check("model", model, str(path))
+    try:
+        hub.known_model(model)
+        yield Check("model", model, "not installed", "fail", hub.how_to_get(model))
+    except CheckpointError as error:
+        yield Check("model", model, str(error), "fail", f"give the path of a model, or {hub.how_to_get()}")
 
 
 def _toggles() -> Iterator[Check]:

@@ -77,19 +77,19 @@ class GpuInfo:
 def cpu_info() -> CpuInfo:
     """Describe the processor (a few small reads, no cache: clocks and memory change)."""
     info = _read("/proc/cpuinfo")
-    flags = set((re.search(r"^(?:flags|Features)\s*:\s*(.*)$", info, re.M) or [None, ""])[1].split())
-    name = (re.search(r"^model name\s*:\s*(.*)$", info, re.M) or [None, ""])[1] or platform.processor()
-    clock = re.search(r"^cpu MHz\s*:\s*([\d.]+)", info, re.M)
-    available = re.search(r"^MemAvailable:\s*(\d+) kB", _read("/proc/meminfo"), re.M)
+    flags = _field(r"(?:flags|Features)\s*:\s*(.*)$", info).split()
+    name = _field(r"model name\s*:\s*(.*)$", info) or platform.processor()
+    clock = _field(r"cpu MHz\s*:\s*([\d.]+)", info)
+    available = _field(r"MemAvailable:\s*(\d+) kB", _read("/proc/meminfo"))
     return CpuInfo(
         name=name.strip() or platform.machine() or "unknown processor",
         flags=tuple(f for f in CPU_FLAGS_THAT_MATTER if f in flags),
         usable_cores=usable_cores(),
         last_level_cache_bytes=_last_level_cache_bytes(),
         memory_bytes=_physical_memory_bytes(),
-        available_memory_bytes=int(available[1]) * 1024 if available else None,
+        available_memory_bytes=int(available) * 1024 if available else None,
         governor=_read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").strip() or None,
-        clock_mhz=float(clock[1]) if clock else None,
+        clock_mhz=float(clock) if clock else None,
     )
 
 
@@ -184,6 +184,12 @@ def _read(path: str) -> str:
         return Path(path).read_text(errors="replace")
     except OSError:
         return ""
+
+
+def _field(pattern: str, text: str) -> str:
+    """What the pattern's group matches at the start of a line; empty where nothing does."""
+    found = re.search(f"^{pattern}", text, re.M)
+    return found[1] if found else ""
 
 
 def _last_level_cache_bytes() -> int | None:

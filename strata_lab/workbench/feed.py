@@ -99,20 +99,21 @@ class Feed:
         now_s = time.perf_counter()
         with self._lock:
             changed = [event for event in events if self._take(event)]
+            if not events and not self._quiet:
+                self._step = self.engine.stats()  # requests that are aborted free their blocks without a step
             self._settle(now_s)
-            sample = self._meter.sample(now_s)
-            waiting_or_running = bool(self._lanes.unfinished()) or self._step.num_running + self._step.num_waiting > 0
-            quiet = not events and not waiting_or_running
-            if quiet and not self._quiet:
-                self._step = self.engine.stats()  # aborts free blocks without a step
+            busy = bool(self._lanes.unfinished()) or self._step.num_running + self._step.num_waiting > 0
+            quiet = not events and not busy
+            if quiet:
                 self._meter.idle()
+            sample = self._meter.sample(now_s)
             if not (quiet and self._quiet):
-                self._push(now_s, None if quiet else sample, last=quiet)
+                self._push(now_s, sample, last=quiet)
             self._quiet = quiet
         if lost or changed:
             self._lost += lost
             self.show_settings()
-        self._push_state(waiting_or_running)
+        self._push_state(busy)
 
     def _take(self, event: Any) -> bool:
         """Take in one event; whether settings changed."""

@@ -50,7 +50,7 @@ class Panels:
 
     def close(self) -> None:
         """Remove the widgets from every page."""
-        for widget in (*self.all, self.box):
+        for widget in (*self.all, self.box.layout, self.box):
             widget.close()
 
 

@@ -126,6 +126,12 @@ class LabPage:
         self.page.wait_for_selector(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-CodeCell", timeout=60_000)
         self.page.wait_for_function(_IDLE, timeout=60_000)
 
+    def reload(self) -> None:
+        """Load the page again; the kernel lives on."""
+        self.page.reload()
+        self.page.wait_for_selector(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-CodeCell", timeout=60_000)
+        self.page.wait_for_function(_IDLE, timeout=60_000)
+
     def run_all(self, timeout_s: float) -> None:
         """Run all cells and wait for the last one."""
         self.command("notebook:run-all-cells")

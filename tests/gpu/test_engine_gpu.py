@@ -35,7 +35,9 @@ def test_logits_equal_transformers_on_the_gpu(family, tmp_path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_captured_and_fused_steps_give_the_same_greedy_tokens(family, tmp_path) -> None:
     folder, _ = write_checkpoint(tmp_path, family)
-    with LLMEngine(folder, device="cuda", dtype="float32", max_model_len=128, cuda_graph=False, fused_kernels=False) as engine:
+    with LLMEngine(
+        folder, device="cuda", dtype="float32", max_model_len=128, cuda_graph=False, fused_kernels=False
+    ) as engine:
         alone = [engine.generate([p], GREEDY)[0].token_ids for p in prompts(5)]
         for changes in ({"cuda_graph": True}, {"fused_kernels": True}, {"continuous_batching": False}):
             report = engine.apply(**changes)

@@ -49,17 +49,17 @@ class StrataWidget(anywidget.AnyWidget):
     """
 
     def __init__(self, **traits: Any) -> None:
+        self._lock = threading.RLock()
+        self._state: dict[str, Any] = {}
+        self._records: list[tuple[dict[str, Any], Sequence[bytes]]] = []
+        self._timer: threading.Timer | None = None
+        self._last_flush_s = float("-inf")
         known = sorted(name for name in self.class_trait_names(sync=True) if not name.startswith("_"))
         for name in traits:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
                 raise ValueError(f"{type(self).__name__} has no trait {name!r}; {hint}")
-        self._lock = threading.RLock()
-        self._state: dict[str, Any] = {}
-        self._records: list[tuple[dict[str, Any], Sequence[bytes]]] = []
-        self._timer: threading.Timer | None = None
-        self._last_flush_s = float("-inf")
         super().__init__(**traits)
 
     def __repr__(self) -> str:
@@ -100,6 +100,8 @@ class StrataWidget(anywidget.AnyWidget):
     def close(self) -> None:
         """Send what is waiting, then remove the widget from every page that shows it."""
         self.flush()
+        if self.comm is not None:
+            self.layout.close()  # a widget of its own, which its owner's close leaves behind
         super().close()
 
     def _flush_when_due(self) -> None:

@@ -68,16 +68,12 @@ float* scratch(std::vector<float>& memory, int64_t floats) {
 template <typename C>
 void chunk_rows(const CacheView<C>& cache, const int32_t* table, int64_t chunk, int64_t count, int64_t head, float* room,
                 const float** rows) {
-  for (int64_t j = 0; j < count; ++j) {
-    const int64_t position = chunk * kChunk + j;
-    const C* row = cache.row(table[position / cache.block_size], position % cache.block_size, head);
-    if constexpr (std::is_same_v<C, float>) {
-      rows[j] = row;
-    } else {
-      float* converted = room + j * cache.head_dim;
-      for (int64_t c = 0; c < cache.head_dim; c += 8) _mm256_store_ps(converted + c, load8(row + c));
-      rows[j] = converted;
-    }
+  const int32_t* block = table + chunk * kChunk / cache.block_size;
+  int64_t offset = chunk * kChunk % cache.block_size;
+  for (int64_t j = 0; j < count; ++block, offset = 0) {
+    const C* row = cache.row(*block, offset, head);
+    const int64_t end = std::min(count, j + cache.block_size - offset);
+    for (; j < end; ++j, row += cache.slot_stride) rows[j] = as_float_row(row, room + j * cache.head_dim, cache.head_dim);
   }
   for (int64_t j = count; j % 8 != 0; ++j) rows[j] = rows[count - 1];
 }
@@ -220,13 +216,15 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const
   const at::Tensor lens = as_int32(seq_lens, {requests}, "seq_lens");
   const at::Tensor starts = as_int32(cu_seqlens_q, {requests + 1}, "cu_seqlens_q");
   at::Tensor out = at::zeros(q.sizes(), q.options());
-  const Queries queries{
+  Queries queries{
       rows.const_data_ptr<float>(), rows.stride(0), rows.stride(1), dim, q.size(1) / kv_heads,
       starts.const_data_ptr<int32_t>(), lens.const_data_ptr<int32_t>(), tables.const_data_ptr<int32_t>(), tables.size(1),
       static_cast<float>(scale * k_scale), static_cast<float>(v_scale), out.mutable_data_ptr<float>(), q.size(1)};
   check_lengths(queries, requests, q.size(0), k_cache.size(0), k_cache.size(1));
   with_cache_type(k_cache, [&](auto element) {
     using C = decltype(element);
+    queries.scale *= kReadUnit<C>;
+    queries.v_scale *= kReadUnit<C>;
     run(queries, requests, CacheView<C>(k_cache), CacheView<C>(v_cache));
   });
   return out;

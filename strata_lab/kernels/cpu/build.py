@@ -50,7 +50,7 @@ def fakes(register: Callable[[str], None]) -> Callable[[str], None]:
     return register
 
 
-def load(isa: Isa = "native") -> Any:  # noqa: ANN401 - torch.ops namespaces have no public type
+def load(isa: Isa = "native") -> Any:
     """The namespace of the operators, `torch.ops.strata` (`torch.ops.strata_avx2` for isa "avx2").
 
     Builds the library if the cache has none (half a minute), and remembers the outcome, failures included.

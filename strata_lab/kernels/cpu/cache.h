@@ -4,10 +4,12 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Float8_e4m3fn.h>
-#include <immintrin.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
+
+#include "simd.h"
 
 namespace strata {
 
@@ -49,21 +51,42 @@ void with_cache_type(const at::Tensor& cache, const Run& run) {
   }
 }
 
-inline __m256 load8(const float* p) { return _mm256_loadu_ps(p); }
+// What a row read by `as_float_row` must be multiplied by; a power of two, so it may be applied at any later step.
+template <typename C>
+constexpr float kReadUnit = std::is_same_v<C, c10::Float8_e4m3fn> ? kFp8Bias : 1.0f;
 
-inline __m256 load8(const c10::BFloat16* p) {
-  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+// A row of a cache as float32 / kReadUnit: where it lies, or converted into `room`. `count` is a multiple of 8.
+inline const float* as_float_row(const float* row, float*, int64_t) { return row; }
+
+inline const float* as_float_row(const c10::BFloat16* row, float* room, int64_t count) {
+  for (int64_t i = 0; i < count; i += 8) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + i));
+    _mm256_storeu_ps(room + i, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16)));
+  }
+  return room;
 }
 
-// An e4m3 code shifted to a half's exponent is the value times 2^-8, subnormals included; only NaN needs care.
-inline __m256 load8(const c10::Float8_e4m3fn* p) {
-  const __m128i code = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-  const __m128i magnitude = _mm_and_si128(code, _mm_set1_epi16(0x7f));
-  const __m128i sign = _mm_slli_epi16(_mm_andnot_si128(_mm_set1_epi16(0x7f), code), 8);
-  const __m128i nan = _mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7f));
-  const __m128i half = _mm_or_si128(_mm_or_si128(_mm_slli_epi16(magnitude, 7), sign), nan);
-  return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
+// 16 codes moved to the exponent of a half (see fp8_columns), NaN to a NaN.
+inline __m256i e4m3_to_half(__m256i codes) {
+  const __m256i high = _mm256_slli_epi16(codes, 8);
+  const __m256i half = _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16(static_cast<int16_t>(0xBFFF)));
+  const __m256i nan = _mm256_cmpeq_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(0x7f)), _mm256_set1_epi16(0x7f));
+  return _mm256_or_si256(half, nan);
+}
+
+inline const float* as_float_row(const c10::Float8_e4m3fn* row, float* room, int64_t count) {
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) {
+    const __m256i half = e4m3_to_half(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + i))));
+    _mm256_storeu_ps(room + i, _mm256_cvtph_ps(_mm256_castsi256_si128(half)));
+    _mm256_storeu_ps(room + i + 8, _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1)));
+  }
+  if (i < count) {
+    const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + i));
+    const __m256i half = e4m3_to_half(_mm256_cvtepu8_epi16(codes));
+    _mm256_storeu_ps(room + i, _mm256_cvtph_ps(_mm256_castsi256_si128(half)));
+  }
+  return room;
 }
 
 // Round to nearest even; e4m3 saturates, NaN stays NaN.

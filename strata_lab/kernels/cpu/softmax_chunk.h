@@ -100,14 +100,15 @@ inline void attend_chunk(const float* q, const float* const* k, const float* con
 // state becomes what it would be after the keys of both, which come later than its own. A NaN in either stays.
 inline void merge_states(float* state, float* later, int64_t dim) {
   const float mine = highest_of(state, dim), theirs = highest_of(later, dim);
-  const float top = mine > theirs ? mine : theirs;
-  const float keep = std::exp(mine - top), take = std::exp(theirs - top);
+  const bool mine_is_top = mine > theirs;
+  const float keep = mine_is_top ? 1.0f : std::exp(mine - theirs);
+  const float take = mine_is_top ? std::exp(theirs - mine) : 1.0f;
   const __m256 a = _mm256_set1_ps(keep), b = _mm256_set1_ps(take);
   for (int64_t i = 0; i < dim; i += 8) {
     const __m256 old = _mm256_mul_ps(_mm256_loadu_ps(state + i), a);
     _mm256_storeu_ps(state + i, _mm256_fmadd_ps(_mm256_loadu_ps(later + i), b, old));
   }
-  highest_of(state, dim) = top;
+  highest_of(state, dim) = mine_is_top ? mine : theirs;
   total_of(state, dim) = total_of(state, dim) * keep + total_of(later, dim) * take;
 }
 

@@ -1,0 +1,187 @@
+"""The workbench as a visitor meets it: JupyterLab, a real browser, the real engine and model.
+
+The tests share one page and run in order; each leaves the panel idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser.lab_page import LabPage
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+EFFECT_S = 1.0  # from a click to its effect
+PATIENCE_MS = 60_000
+# Milliseconds from a click to the moment the switch shows another value in force.
+CLICK_AND_TIME = """(box) => new Promise((resolve) => {
+  const [before, started] = [box.checked, performance.now()];
+  const look = () => (box.checked === before ? requestAnimationFrame(look) : resolve(performance.now() - started));
+  box.click();
+  requestAnimationFrame(look);
+})"""
+
+pytestmark = pytest.mark.slow
+
+
+class Panel:
+    """One view of the workbench."""
+
+    def __init__(self, lab: LabPage, index: int) -> None:
+        self.lab, self.root = lab, lab.page.locator(".strata-workbench").nth(index)
+        self.text = self.root.locator(".strata-token-stream .text")
+        self.chart = self.root.get_by_role("slider", name="Output speed of the last minute")
+        self.prompt = self.root.get_by_label("Prompt")
+
+    def switch(self, name: str) -> Any:
+        return self.root.get_by_role("switch", name=name)
+
+    def field(self, name: str) -> Any:
+        return self.root.get_by_label(name, exact=True)
+
+    def line(self, name: str) -> Any:
+        return self.root.locator(".row").filter(has=self.lab.page.get_by_label(name, exact=True)).locator(".line")
+
+    def generate(self, prompt: str, streams: int = 1, tokens: int = 400) -> None:
+        self.prompt.fill(prompt)
+        self.field("streams").fill(str(streams))
+        self.field("max tokens").fill(str(tokens))
+        self.root.get_by_role("button", name="Generate").click()
+        self.wait_for_text(prompt)
+
+    def wait_for_text(self, prompt: str) -> None:
+        """Until the text of this prompt has begun."""
+        shown = self.root.locator(".large", has_text=prompt).locator(".text")
+        shown.filter(has_text="e").wait_for(timeout=PATIENCE_MS)  # there is no English sentence without one
+
+    def stop(self) -> None:
+        self.root.get_by_role("button", name="Stop").click()
+        self.root.locator("[data-state=ready]").wait_for(timeout=PATIENCE_MS)
+
+    def wait_checked(self, name: str, checked: bool) -> None:
+        state = ":checked" if checked else ":not(:checked)"
+        self.root.locator(f"input[role=switch][id*='-{name}-']{state}").wait_for(timeout=PATIENCE_MS)
+
+
+@pytest.fixture
+def panel(lab: LabPage) -> Iterator[Panel]:
+    panel = Panel(lab, 0)
+    panel.root.scroll_into_view_if_needed()
+    panel.root.locator("[data-state=ready]").wait_for(timeout=PATIENCE_MS)
+    yield panel
+    lab.ask("wb.stop()")
+
+
+def in_kernel(lab: LabPage, expression: str) -> str:
+    return lab.ask(f"print({expression})").strip()
+
+
+def test_run_all_shows_a_panel_with_text_and_speed(lab: LabPage, panel: Panel) -> None:
+    assert len(panel.text.text_content()) > 20
+    assert "Changes: cuda_graph off, cuda_graph on" in panel.chart.get_attribute("aria-valuetext")
+    assert panel.switch("cuda_graph").is_checked()
+    assert panel.root.locator(".fact", has_text="device").text_content()
+
+
+def test_a_click_while_tokens_stream_changes_the_engine_within_a_second(lab: LabPage, panel: Panel) -> None:
+    panel.generate("Describe the sea in winter.", streams=2)
+    took_s = panel.switch("cuda_graph").evaluate(CLICK_AND_TIME) / 1e3
+    assert in_kernel(lab, "wb.engine.optimizations.cuda_graph") == "False"
+    assert took_s <= EFFECT_S
+    assert "Now off, applied" in panel.line("cuda_graph").text_content()
+    tokens = int(in_kernel(lab, "wb.engine.stats().num_output_tokens"))
+    panel.switch("cuda_graph").click()
+    panel.wait_checked("cuda_graph", True)
+    markers = "[m['label'] for m in wb.panels.chart.markers][-2:]"
+    assert in_kernel(lab, markers) == "['cuda_graph off', 'cuda_graph on']"
+    assert panel.chart.get_attribute("aria-valuetext").endswith("cuda_graph off, cuda_graph on.")
+    assert int(in_kernel(lab, "wb.engine.stats().num_output_tokens")) > tokens, "streams went on"
+
+
+def test_a_refused_value_snaps_back_and_the_reason_is_shown(lab: LabPage, panel: Panel) -> None:
+    field = panel.field("max_model_len")
+    before = field.input_value()
+    field.fill("99999999")
+    field.press("Enter")
+    panel.line("max_model_len").filter(has_text="Refused").wait_for(timeout=PATIENCE_MS)
+    assert field.input_value() == before
+    assert in_kernel(lab, "wb.engine.optimizations.max_model_len") == before
+
+
+def test_a_bad_prompt_is_answered_in_words(lab: LabPage, panel: Panel) -> None:
+    panel.prompt.fill("Hello")
+    panel.field("max tokens").fill("-1")
+    panel.root.get_by_role("button", name="Generate").click()
+    panel.root.locator(".problem", has_text="max_tokens=-1 must be").wait_for(timeout=PATIENCE_MS)
+    assert panel.prompt.input_value() == "Hello"
+    panel.field("max tokens").fill("64")
+
+
+def test_the_panel_works_by_keyboard_alone_and_triggers_no_notebook_shortcut(lab: LabPage, panel: Panel) -> None:
+    cells = lab.page.locator(".jp-Cell").count()
+    keyboard = lab.page.keyboard
+    panel.switch("continuous_batching").focus()
+    keyboard.press("b")  # the notebook's "insert a cell below"
+    keyboard.press("Space")
+    panel.wait_checked("continuous_batching", False)
+    keyboard.press("Space")
+    panel.wait_checked("continuous_batching", True)
+    panel.prompt.focus()
+    keyboard.press("Control+a")
+    keyboard.type("Tell me about bees.")
+    keyboard.press("Control+Enter")
+    panel.wait_for_text("Tell me about bees.")
+    for _ in range(12):
+        keyboard.press("Tab")
+        if lab.page.evaluate("document.activeElement.tagName") == "CANVAS":
+            break
+    keyboard.press("ArrowLeft")
+    panel.root.locator(".readout", has_text="before the latest").wait_for(timeout=PATIENCE_MS)
+    assert lab.page.locator(".jp-Cell").count() == cells
+    panel.stop()
+
+
+def test_a_second_view_shows_the_same_and_can_be_used(lab: LabPage, panel: Panel) -> None:
+    panel.generate("Write about mountains.")
+    panel.stop()
+    lab.page.locator(".jp-Notebook .jp-WindowedPanel-outer, .jp-Notebook").first.evaluate("e => e.scrollTo(0, 1e6)")
+    second = Panel(lab, 1)
+    second.text.filter(has_text=panel.text.text_content()[:20]).wait_for(timeout=PATIENCE_MS)
+    second.switch("continuous_batching").click()
+    second.wait_checked("continuous_batching", False)
+    panel.wait_checked("continuous_batching", False)
+    assert lab.ask("assert wb.apply(continuous_batching=True).ok") == ""
+
+
+def test_both_themes_are_followed(lab: LabPage, panel: Panel) -> None:
+    pictures = ROOT / "artifacts"
+    pictures.mkdir(exist_ok=True)
+    panel.generate("Why is the sky blue?", streams=4)
+    ink = {}
+    for theme in ("Light", "Dark"):
+        lab.theme(f"JupyterLab {theme}")
+        lab.page.wait_for_timeout(1500)
+        ink[theme] = panel.root.locator(".name").evaluate("e => getComputedStyle(e).color")
+        lab.page.screenshot(path=str(pictures / f"workbench-{theme.lower()}.png"))
+    assert ink["Light"] != ink["Dark"]
+    lab.theme("JupyterLab Light")
+    panel.stop()
+
+
+def test_a_reloaded_page_finds_the_panel_as_it_was(lab: LabPage, panel: Panel) -> None:
+    text = panel.text.text_content()
+    lab.command("docmanager:save")
+    lab.page.wait_for_timeout(2000)
+    lab.reload()
+    reloaded = Panel(lab, 0)
+    reloaded.text.filter(has_text=text[:20]).wait_for(timeout=PATIENCE_MS)
+    reloaded.generate("One more time.")
+    reloaded.stop()
+
+
+def test_nothing_was_fetched_from_elsewhere_and_no_script_failed(lab: LabPage) -> None:
+    assert lab.external == []
+    assert lab.errors == []

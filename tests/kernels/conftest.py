@@ -1,0 +1,43 @@
+"""What the kernel tests share: implementations by name, skipped with a reason where they cannot be had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from strata_lab.kernels import bind, prepare
+from strata_lab.kernels.cpu.build import CpuKernelsUnavailable
+
+
+def _prepared(backend: str) -> str:
+    try:
+        prepare(backend)
+    except CpuKernelsUnavailable as reason:
+        pytest.skip(str(reason))
+    return backend
+
+
+@pytest.fixture(scope="session")
+def available() -> Callable[[str], str]:
+    """backend -> backend, ready to be called; skips the test where the machine cannot run it."""
+    return _prepared
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Every backend that runs on a CPU."""
+    return _prepared(request.param)
+
+
+@pytest.fixture
+def ops(backend: str) -> Any:
+    """All operators of `backend`."""
+    return bind(backend)
+
+
+@pytest.fixture
+def cpu_ops() -> Any:
+    """The C++ operators."""
+    return bind(_prepared("cpu"))

@@ -1,0 +1,544 @@
+"""Laws of measuring: what is counted, how runs are ordered, what may be recorded, and how a climb is told."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from strata_lab.apply import ApplyReport, FieldResult
+from strata_lab.bench import climb as climbing
+from strata_lab.bench import compare, harness
+from strata_lab.bench.climb import Climb, Stage, plan
+from strata_lab.bench.climb_report import html_page, text_table
+from strata_lab.bench.harness import Environment, Record, RooflineExceeded, Spread, a_b_a, interleave, write_results
+from strata_lab.bench.measure import RunFailed, run, summarize
+from strata_lab.bench.svg import nice_ticks, number
+from strata_lab.bench.workloads import TEXT_FILE, article, batch, single_stream, text_tokens, uneven
+from strata_lab.config import ConfigError, Optimizations, toggles
+from strata_lab.engine import LLMEngine
+from strata_lab.events import EventLog, StepEvent, TokenEvent
+from strata_lab.models.presets import PRESETS
+from strata_lab.quant import FORMATS, get_format
+from strata_lab.request import RequestOutput
+from strata_lab.telemetry import bandwidth, roofline
+from strata_lab.telemetry.bandwidth import Bandwidth
+from tests.checkpoints import write_checkpoint
+
+# -- the roofline -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("shape", [(8, 64), (24, 576), (5, 40)])
+def test_forecast_bytes_equal_the_bytes_a_weight_really_has(weight_format: str, shape: tuple[int, int]) -> None:
+    weight = get_format(weight_format).quantize(torch.randn(shape))
+    assert roofline.linear_bytes(*shape, weight_format) == weight.nbytes
+
+
+@pytest.mark.parametrize(
+    ("preset", "gigabytes", "tok_s"), [("qwen3.8-flash", 3.88, 1184), ("qwen3.8-flash-dense", 4.07, 1130)]
+)
+def test_reference_geometries_have_the_published_byte_floor(preset: str, gigabytes: float, tok_s: float) -> None:
+    """FP8 weights and KV, 512 tokens of context, 4.60 TB/s."""
+    step = roofline.forecast(PRESETS[preset], "fp8", "fp8").step_bytes(1, 512)
+    assert step / 1e9 == pytest.approx(gigabytes, rel=0.005)
+    assert roofline.roofline_tok_s(step, 4.60e12) == pytest.approx(tok_s, rel=0.005)
+
+
+def test_one_token_touches_exactly_k_experts_and_many_touch_all() -> None:
+    config = PRESETS["qwen3.8-flash"]
+    cost = roofline.forecast(config, "fp8", "fp8")
+    experts_of_one = cost.weight_bytes(1) - cost.dense_bytes - cost.row_bytes
+    assert experts_of_one == config.num_layers * config.num_experts_per_tok * cost.expert_bytes
+    all_experts = config.num_layers * config.num_experts * cost.expert_bytes
+    assert cost.weight_bytes(1000) - cost.dense_bytes - 1000 * cost.row_bytes == pytest.approx(all_experts, rel=1e-9)
+
+
+def test_unknown_formats_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="try 'int8'"):
+        roofline.linear_bytes(8, 64, "int3")
+    with pytest.raises(ConfigError, match="try 'bf16'"):
+        roofline.kv_bytes_per_token(PRESETS["qwen3.8-flash"], "int8")
+
+
+def test_mbu_is_one_exactly_at_the_roofline() -> None:
+    assert roofline.mbu(25e9, 1.0, 25e9) == 1.0
+    assert roofline.mbu(1e9, 0.1, 25e9) == pytest.approx(0.4)
+
+
+@pytest.fixture
+def probed(fresh_cache: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """Measurements of bandwidth that were asked for; each finds 10 GB/s more than the last one."""
+    asked: list[tuple[int, str]] = []
+
+    def measure(device: str, size: int, level: str) -> Bandwidth:
+        asked.append((size, level))
+        return Bandwidth(10e9 * len(asked), size, level, "test")
+
+    monkeypatch.setattr(bandwidth, "_measure", measure)
+    return asked
+
+
+def test_bandwidth_is_measured_once_and_then_remembered(probed: list[tuple[int, str]]) -> None:
+    first = bandwidth.ceiling("cpu")
+    assert bandwidth.ceiling("cpu") == first
+    assert [level for _, level in probed] == ["memory"]
+
+
+def test_a_ceiling_never_falls(probed: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    bandwidth.ceiling("cpu")
+    higher = bandwidth.ceiling("cpu", fresh=True)
+    assert higher.bytes_s == 20e9
+    monkeypatch.setattr(bandwidth, "_measure", lambda d, size, level: Bandwidth(1.0, size, level, "slow"))
+    assert bandwidth.ceiling("cpu", fresh=True) == higher
+
+
+def test_a_working_set_that_fits_the_cache_gets_the_ceiling_of_the_cache(
+    probed: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = SimpleNamespace(last_level_cache_bytes=64 << 20, available_memory_bytes=64 << 30)
+    monkeypatch.setattr(bandwidth, "cpu_info", lambda: cpu)
+    assert bandwidth.ceiling("cpu", 20 << 20).level == "cache"
+    assert bandwidth.ceiling("cpu", 100 << 20).level == "memory"
+    assert probed == [(1 << 30, "memory"), (32 << 20, "cache")]
+
+
+def test_the_probe_reads_a_plausible_speed() -> None:
+    found = bandwidth._measure("cpu", 32 << 20, "cache")
+    assert 1e8 < found.bytes_s < 1e13
+    assert found.buffer_bytes == 32 << 20
+
+
+# -- the harness ------------------------------------------------------------------------------------------------------
+
+
+def test_runs_alternate_and_end_where_they_began() -> None:
+    order: list[str] = []
+    a, b = a_b_a(order.append, lambda: len(order), rounds=2)
+    assert order == ["a", "b", "a", "b", "a"]
+    assert (a, b) == ([1, 3, 5], [2, 4])
+
+
+def test_interleaving_turns_around_in_every_round() -> None:
+    order: list[str] = []
+    variants = {name: (lambda n=name: (order.append(n), len(order))[1]) for name in "xyz"}
+    results = interleave(variants, rounds=3)
+    assert "".join(order) == "xyzzyxxyz"
+    assert results == {"x": [1, 6, 7], "y": [2, 5, 8], "z": [3, 4, 9]}
+
+
+def test_spread_keeps_the_ends() -> None:
+    assert Spread.of([3.0, 1.0, 2.0, 9.0]) == Spread(4, 1.0, 2.5, 9.0)
+
+
+def record(**changes: Any) -> Record:
+    parts: dict[str, Any] = {"conditions": {"model": "m"}, "metrics": {"output_tok_s": 1.0, "mbu": 0.5}}
+    return Environment.now("cpu", threads=1).record("test", script="pytest", **(parts | changes))
+
+
+def test_a_record_has_exactly_the_fields_of_the_results_files(tmp_path: Any) -> None:
+    path = write_results(
+        "x", [record(spread=Spread.of([1.0]), peer={"name": "p", "version": "1", "metrics": {}})], tmp_path
+    )
+    (found,) = json.loads(path.read_text())
+    assert list(found) == list(harness.RECORD_FIELDS)
+    assert set(found["hardware"]) >= {"cpu", "memory_gb", "driver", "clocks", "temperature", "threads", "load_average"}
+    assert set(found["versions"]) >= {"python", "torch", "triton"}
+    assert found["spread"] == {"runs": 1, "min": 1.0, "median": 1.0, "max": 1.0}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", found["date"])
+    assert found["commit"] == "unknown" or re.fullmatch(r"[0-9a-f]{12}(-dirty)?", found["commit"])
+    assert list(tmp_path.iterdir()) == [path], "nothing is left beside the file"
+
+
+def test_a_figure_above_the_roofline_is_an_error_and_not_a_record(tmp_path: Any) -> None:
+    with pytest.raises(RooflineExceeded, match="101"):
+        record(metrics={"mbu": 1.01})
+    smuggled = Record("x", "pytest", {}, {"mbu": 1.5})
+    with pytest.raises(RooflineExceeded):
+        write_results("x", [smuggled], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_measured_nothing_leaves_no_file(tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match="at least one record"):
+        write_results("x", [], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_outside_a_checkout_the_commit_is_unknown(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "REPOSITORY", tmp_path)
+    assert harness.commit() == "unknown"
+
+
+# -- workloads --------------------------------------------------------------------------------------------------------
+
+
+class Letters:
+    """One token per character."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(c) for c in text]
+
+
+def test_prompts_have_their_length_and_differ() -> None:
+    for encoder in (Letters(), None):
+        found = batch(8, 100, 16).prompts(encoder, 500)
+        assert [len(p) for p in found] == [100] * 8
+        assert len({tuple(p) for p in found}) == 8
+        assert found == batch(8, 100, 16).prompts(encoder, 500), "the same every time"
+
+
+def test_a_prompt_longer_than_the_text_goes_round() -> None:
+    whole = text_tokens(Letters(), 1 << 16)
+    (prompt,) = single_stream(len(whole) + 10, 8).prompts(Letters(), 1 << 16)
+    assert prompt == whole + whole[:10]
+
+
+def test_ids_for_a_model_without_tokenizer_stay_in_its_vocabulary() -> None:
+    assert all(0 <= i < 50 for p in batch(3, 3000, 8).prompts(None, 50) for i in p)
+
+
+def test_article_workloads_are_as_published_and_scale_down() -> None:
+    a, b, c = (article(letter) for letter in "ABC")
+    prompts = a.prompts(Letters(), 1 << 16)
+    assert [len(p) for p in prompts] == [600] * 4
+    assert len({tuple(p) for p in prompts}) == 4
+    assert (b.prompt_tokens, b.output_tokens, b.concurrency) == (2048, (512,), 1)
+    assert (c.prompt_tokens, set(c.output_tokens), c.concurrency) == (512, {512}, 8)
+    small = article("C", 0.125)
+    assert (small.prompt_tokens, small.output_tokens, small.concurrency) == (64, (64,) * 8, 8)
+    assert len(article("A", 0.5).prompts(Letters(), 1 << 16)[0]) == 300
+    with pytest.raises(ValueError, match="must be one of A, B, C"):
+        article("D")
+
+
+def test_uneven_requests_outnumber_the_seats_and_differ_in_length() -> None:
+    mix = uneven(4, 16, 64)
+    assert len(mix.output_tokens) == 12
+    assert set(mix.output_tokens) == {64, 16}
+
+
+def test_the_text_is_in_two_languages() -> None:
+    text = TEXT_FILE.read_text(encoding="utf-8")
+    assert len(re.findall(r"[\u4e00-\u9fff]", text)) > 300
+    assert len(re.findall(r"[a-z]{3,}", text)) > 300
+
+
+# -- one run ----------------------------------------------------------------------------------------------------------
+
+
+def step_event(t_s: float, tokens: dict[str, int], prefill: int = 0, bytes_moved: int = 1000) -> StepEvent:
+    made = tuple(TokenEvent(r, i, "", i) for r, i in tokens.items())
+    decode = len(tokens) if not prefill else len(tokens) - 1
+    return StepEvent(0, t_s, 1, 0, 1, 0, 0, prefill, decode, len(tokens), 0, 0, 1, 9, bytes_moved, made)
+
+
+def output(request_id: str, tokens: int, ttft_ms: float, tpot_ms: float) -> RequestOutput:
+    return RequestOutput(request_id, "", (1,) * 10, "", (0,) * tokens, "length", ttft_ms=ttft_ms, tpot_ms=tpot_ms)
+
+
+def test_decode_rate_counts_only_steps_in_which_everybody_decodes() -> None:
+    steps = [
+        step_event(1.0, {"a": 0}, prefill=10),
+        step_event(1.5, {"a": 1, "b": 0}, prefill=10),  # marks the start of the full steps
+        step_event(1.6, {"a": 2, "b": 1}),
+        step_event(1.7, {"a": 3, "b": 2}),
+        step_event(1.8, {"a": 4, "b": 3}),
+        step_event(9.8, {"b": 4}),  # a has left: slow for other reasons
+    ]
+    found = summarize(steps, [output("a", 5, 1000.0, 200.0), output("b", 5, 1500.0, 2000.0)], 0.0, concurrency=2)
+    assert found.decode_tok_s == pytest.approx(6 / 0.3)
+    assert found.read_bytes_s == pytest.approx(3000 / 0.3)
+    assert found.step_bytes == 1000
+    assert found.total_tok_s == pytest.approx(10 / 9.8)
+    assert found.prefill_tok_s == pytest.approx(10.0)
+    assert (found.ttft_ms, found.tpot_ms) == (1250.0, 1100.0)
+
+
+def test_one_token_has_no_decode_rate() -> None:
+    found = summarize([step_event(1.0, {"a": 0}, prefill=10)], [output("a", 1, 10.0, 0.0)], 0.0, 1)
+    assert (found.decode_tok_s, found.itl_p99_ms) == (None, None)
+
+
+def test_a_failed_request_fails_the_run() -> None:
+    broken = RequestOutput("r", "", (1,), "", (), "error", error="NaN logits")
+    engine = SimpleNamespace(
+        tokenizer=None, model_config=SimpleNamespace(vocab_size=50), events=EventLog(), generate=lambda p, s: [broken]
+    )
+    with pytest.raises(RunFailed, match="NaN logits"):
+        run(engine, single_stream(8, 8))
+
+
+# -- the climb --------------------------------------------------------------------------------------------------------
+
+
+class Stub:
+    """An engine whose speed is a function of its toggles, on a clock of its own."""
+
+    def __init__(self, speed: Callable[[Optimizations], float], refused: str = "") -> None:
+        self.speed, self.refused = speed, refused
+        self.optimizations = Optimizations.none()
+        self.config, self.device = SimpleNamespace(model="stub"), SimpleNamespace(type="cpu", __str__=lambda s: "cpu")
+        self.tokenizer, self.model_config, self.events = None, SimpleNamespace(vocab_size=99), EventLog()
+        self.clock, self.seats = time.perf_counter(), []
+
+    def apply(self, **changes: Any) -> ApplyReport:
+        (name,) = changes if len(changes) == 1 else [""]
+        if name and f"{name}={changes[name]}" == self.refused:
+            return ApplyReport({name: FieldResult("refused", None, "not on this machine")})
+        self.optimizations = self.optimizations.replace(changes)
+        return ApplyReport({n: FieldResult("applied", v) for n, v in changes.items()})
+
+    def stats(self) -> Any:
+        return SimpleNamespace(weight_bytes=2e9, kv_bytes=1e9)
+
+    def generate(self, prompts: list[list[int]], params: list[Any]) -> list[RequestOutput]:
+        self.seats.append((len(prompts), self.optimizations.max_num_seqs))
+        self.clock = start = time.perf_counter()
+        for i in range(max(p.max_tokens for p in params)):
+            self.clock += 1 / self.speed(self.optimizations)
+            alive = {f"r{n}": i for n, p in enumerate(params) if i < p.max_tokens}
+            self.events.append(step_event(self.clock, alive, prefill=0 if i else 8, bytes_moved=1000))
+        return [output(f"r{n}", p.max_tokens, (self.clock - start) * 1e3, 5.0) for n, p in enumerate(params)]
+
+
+def speed(o: Optimizations) -> float:
+    """Capture doubles, fusion adds a tenth, int8 doubles, int4 loses, continuous batching adds a half."""
+    values = o.as_dict()
+    factor = {"bf16": 1.0, "int8": 2.0, "int4": 1.5, "fp8": 1.0}[values["weight_format"]]
+    for name, gain in (("cuda_graph", 2.0), ("fused_kernels", 1.1), ("continuous_batching", 1.5)):
+        factor *= gain if values[name] else 1.0
+    return 100.0 * factor
+
+
+@pytest.fixture
+def generous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A memory no stub can exceed."""
+    monkeypatch.setattr(climbing, "ceiling", lambda *a, **k: Bandwidth(1e6, 1, "memory", "test"))
+
+
+def climb(engine: Any, **options: Any) -> list[dict[str, Any]]:
+    return [r.as_dict() for r in Climb(engine, single_stream(8, 12), uneven(2, 4, 8), **options).records()]
+
+
+def by_stage(records: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(r["conditions"]["series"], r["conditions"]["stage"]): r for r in records}
+
+
+def test_every_switch_is_a_stage_and_crowds_come_last() -> None:
+    names = {t.name for t in toggles() if t.kind in ("bool", "choice")}
+    for device in ("cpu", "cuda"):
+        stages = plan(device)
+        assert {s.toggle for s in stages} == names
+        assert [s.several for s in stages] == sorted(s.several for s in stages)
+    assert Stage("weight_format", "fp8") not in plan("cpu")
+    assert Stage("weight_format", "fp8") in plan("cuda")
+
+
+def test_a_new_toggle_becomes_a_stage_by_existing(monkeypatch: pytest.MonkeyPatch) -> None:
+    new = SimpleNamespace(name="speculative", kind="choice", choices=("none", "ngram", "draft"))
+    monkeypatch.setattr(climbing, "toggles", lambda: (*toggles(), new))
+    assert [s.name for s in plan("cpu") if s.toggle == "speculative"] == ["speculative=ngram", "speculative=draft"]
+
+
+def test_each_stage_is_measured_against_the_one_before_it(generous: None) -> None:
+    found = by_stage(climb(Stub(speed)))
+    one = "single stream"
+    figures = {stage: r["metrics"] for (series, stage), r in found.items() if series == one}
+    assert figures["baseline"]["output_tok_s"] == pytest.approx(100)
+    assert figures["cuda_graph=on"]["speedup_vs_before"] == pytest.approx(2.0)
+    assert figures["fused_kernels=on"]["speedup_vs_before"] == pytest.approx(1.1)
+    assert figures["weight_format=int8"]["speedup_vs_baseline"] == pytest.approx(4.4)
+    assert figures["everything"]["speedup_vs_before"] == pytest.approx(4.4)
+    assert found["several streams", "continuous_batching=on"]["metrics"]["speedup_vs_before"] == pytest.approx(
+        1.5, rel=0.05
+    )
+    assert figures["cuda_graph=on"]["mbu"] == pytest.approx(0.2), "200 steps/s of 1000 bytes of 1 MB/s"
+
+
+def test_a_stage_that_loses_is_shown_and_taken_back(generous: None) -> None:
+    engine = Stub(speed)
+    found = by_stage(climb(engine))
+    lost = found["single stream", "weight_format=int4"]
+    assert lost["metrics"]["speedup_vs_before"] == pytest.approx(0.75)
+    assert (lost["conditions"]["kept"], lost["conditions"]["toggles"]["weight_format"]) == (False, "int4")
+    assert "taken back" in lost["note"]
+    assert found["single stream", "kv_cache_dtype=fp8"]["conditions"]["toggles"]["weight_format"] == "int8"
+    values = engine.optimizations.as_dict()
+    assert values == Optimizations.none().as_dict() | {
+        "cuda_graph": True, "fused_kernels": True, "weight_format": "int8", "kv_cache_dtype": "fp8",
+        "continuous_batching": True,
+    }  # fmt: skip
+
+
+def test_runs_of_the_same_setting_add_up_in_the_spread(generous: None) -> None:
+    found = by_stage(climb(Stub(speed), rounds=2))
+    runs = {stage: r["spread"]["runs"] for (series, stage), r in found.items() if series == "single stream"}
+    assert (runs["baseline"], runs["cuda_graph=on"], runs["weight_format=int4"]) == (3, 2 + 3, 2)
+
+
+def test_what_a_machine_cannot_do_is_a_record_without_figures(generous: None) -> None:
+    found = by_stage(climb(Stub(speed, refused="weight_format=int8")))
+    refused = found["single stream", "weight_format=int8"]
+    assert (refused["metrics"], refused["spread"], refused["note"]) == ({}, None, "not on this machine")
+    assert found["single stream", "weight_format=int4"]["metrics"]["speedup_vs_before"] == pytest.approx(1.5)
+
+
+def test_crowds_are_measured_with_their_own_seats_which_are_given_back(generous: None) -> None:
+    engine = Stub(speed)
+    before = engine.optimizations.max_num_seqs
+    climb(engine)
+    assert {seats for requests, seats in engine.seats if requests > 1} == {2}
+    assert {seats for requests, seats in engine.seats if requests == 1} >= {before}
+    assert engine.optimizations.max_num_seqs == before
+
+
+def test_a_climb_above_the_roofline_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(climbing, "ceiling", lambda *a, **k: (asked.append(k), Bandwidth(1e5, 1, "memory", "t"))[1])
+    with pytest.raises(RooflineExceeded, match="cuda_graph=on"):
+        climb(Stub(speed))
+    assert {"fresh": True} in asked, "the bandwidth was measured again before refusing"
+
+
+def test_progress_only_goes_forward(generous: None) -> None:
+    told: list[float] = []
+    climb(Stub(speed), progress=lambda task, fraction: told.append(fraction))
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+
+
+def test_a_climb_refuses_a_toggle_that_it_sets_itself() -> None:
+    with pytest.raises(ConfigError, match="leave it out"):
+        climbing.climb("any", fused_kernels=True)
+    with pytest.raises(ConfigError, match="at least 8"):
+        climbing.climb("any", tokens=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Any:
+    """A tiny Llama on disk."""
+    return write_checkpoint(tmp_path_factory.mktemp("bench"), "llama")[0]
+
+
+def test_the_real_engine_climbs(folder: Any, generous: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(climbing, "ceiling", lambda *a, **k: Bandwidth(1e15, 1, "memory", "test"))
+    stages = [Stage("fused_kernels", True), Stage("weight_format", "int8"), Stage("continuous_batching", True)]
+    off = Optimizations.none()
+    with LLMEngine(folder, device="cpu", optimizations=off, num_kv_blocks=64) as engine:
+        found = by_stage(climb(engine, stages=stages))
+        assert engine.stats().num_running == 0
+    assert [stage for _, stage in found] == [
+        "baseline", "fused_kernels=on", "weight_format=int8", "everything", "baseline", "continuous_batching=on",
+    ]  # fmt: skip
+    int8 = found["single stream", "weight_format=int8"]
+    baseline = found["single stream", "baseline"]
+    assert int8["metrics"]["step_gb"] < baseline["metrics"]["step_gb"]
+    assert int8["conditions"]["toggles"]["weight_format"] == "int8"
+    assert all(r["metrics"]["output_tok_s"] > 0 and r["spread"]["runs"] >= 1 for r in found.values())
+    json.dumps(list(found.values()))
+
+
+# -- reports ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_stands_alone_and_says_its_conditions(generous: None) -> None:
+    engine = Stub(speed, refused="kv_cache_dtype=fp8")
+    engine.config.model = "<script>evil</script>"
+    records = climb(engine)
+    page = html_page(records)
+    assert not re.search(r"https?:|<script|<link|@import|url\(|src=", page)
+    assert "&lt;script&gt;evil" in page
+    assert "prefers-color-scheme: dark" in page
+    assert page.count("<svg") == page.count("</svg>") == 4
+    first = records[0]
+    for shown in (first["commit"], first["date"], first["versions"]["torch"], "not on this machine", "taken back"):
+        assert str(shown) in page
+    assert "their claim" in page
+    assert all(f">{value}</text>" in page for value in (58, 80, 95, 130, 150, 240))
+
+
+def test_the_text_table_has_a_row_per_record(generous: None) -> None:
+    from rich.console import Console
+
+    records = climb(Stub(speed))
+    console = Console(width=240, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(text_table(records))
+    text = console.export_text()
+    for r in records:
+        assert r["conditions"]["stage"] in text
+    assert "4.40" in text
+
+
+@pytest.mark.parametrize("top", [0.0, 0.3, 1.0, 7.0, 58.0, 99.9, 100.0, 240.0, 1184.0])
+def test_axes_have_few_round_ticks_and_reach_the_top(top: float) -> None:
+    ticks = nice_ticks(top)
+    assert ticks[0] == 0.0
+    assert ticks[-1] >= top
+    assert 2 <= len(ticks) <= 6
+
+
+def test_numbers_keep_three_digits() -> None:
+    assert [number(v) for v in (58, 1.234, 12.34, 123.4, 1234.5)] == ["58", "1.23", "12.3", "123", "1234"]
+
+
+# -- peers ------------------------------------------------------------------------------------------------------------
+
+WORKER = """
+import json, sys
+print(json.dumps({"version": "9.9"}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    print(json.dumps({"seconds": 0.5 if request["op"] == "prefill" else 2.0}), flush=True)
+"""
+
+
+def peer(name: str, code: str = WORKER) -> compare.Peer:
+    prompts = {"decode x1": [[1] * 10], "decode x8": [[1] * 10] * 8}
+    return compare.Peer(name, [sys.executable, "-c", code], prompts, output_tokens=11)
+
+
+def test_a_peer_is_measured_through_its_pipe() -> None:
+    worker = peer("other 1")
+    assert worker.version == "9.9"
+    assert worker.measure() == {"decode x1": 5.0, "decode x8": 40.0, "prefill": 20.0}
+    worker.close()
+
+
+def test_a_peer_that_dies_is_named() -> None:
+    with pytest.raises(RuntimeError, match="other 1 ended with exit code 3"):
+        peer("other 1", "raise SystemExit(3)")
+
+
+def test_our_best_is_compared_with_the_peers_best() -> None:
+    results = {
+        "strata_lab int8": [{"decode x1": 90.0, "prefill": 300.0}, {"decode x1": 100.0, "prefill": 250.0}],
+        "strata_lab int4": [{"decode x1": 80.0, "prefill": 310.0}, {"decode x1": 70.0, "prefill": 290.0}],
+        "llama.cpp q8_0": [{"decode x1": 50.0, "prefill": 600.0}, {"decode x1": 40.0, "prefill": 500.0}],
+        "llama.cpp f16": [{"decode x1": 45.0, "prefill": 620.0}, {"decode x1": 60.0, "prefill": 610.0}],
+    }
+    versions = {"llama.cpp q8_0": "1", "llama.cpp f16": "1"}
+    made = compare.records(results, versions, "m", compare.Sizes(rounds=2), Environment.now("cpu", 1))
+    found = {r.name: r for r in made}
+    decode, prefill = found["compare/decode x1/llama.cpp"], found["compare/prefill/llama.cpp"]
+    assert (decode.metrics["output_tok_s"], decode.peer["name"], decode.metrics["ratio_to_peer"]) == (
+        100.0, "llama.cpp f16", pytest.approx(100 / 60),
+    )  # fmt: skip
+    assert (prefill.conditions["weight_format"], prefill.metrics["ratio_to_peer"]) == ("int4", pytest.approx(0.5))
+
+
+def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(compare, "Peer", lambda name, *a: SimpleNamespace(name=name))
+    monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
+    started, missing = compare.peers(tmp_path / "m.gguf", {}, compare.Sizes(), None, tmp_path)
+    assert [p.name for p in started] == ["transformers fp32"]
+    assert "--llama-python" in missing[0]
+    started, missing = compare.peers(tmp_path / "m.gguf", {}, compare.Sizes(), "python", tmp_path)
+    assert [p.name for p in started][1:] == ["llama.cpp shipped", "llama.cpp q8_0", "llama.cpp f16"]
