@@ -71,8 +71,10 @@ def create(venv: Path) -> Path:
 
 def pip(python: Path, *arguments: str) -> bool:
     """Run pip, with its progress on a terminal and only its errors elsewhere; return whether it succeeded."""
-    quiet = () if sys.stdout.isatty() else ("-qq",)
-    return subprocess.run([str(python), "-m", "pip", "install", *quiet, *arguments], cwd=ROOT).returncode == 0
+    options = ["--no-compile"]  # Python compiles what it imports; compiling everything is half of the installation
+    if not sys.stdout.isatty():
+        options.append("-qq")
+    return subprocess.run([str(python), "-m", "pip", "install", *options, *arguments], cwd=ROOT).returncode == 0
 
 
 def has_nvidia_gpu() -> bool:

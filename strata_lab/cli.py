@@ -24,6 +24,7 @@ from strata_lab.cli_options import config_flags, given, parse_toggle, sampling_f
 from strata_lab.config import DEFAULT_MODEL, ConfigError, engine_config, toggles
 from strata_lab.request import RequestError, SamplingParams
 
+FILE_WIDTH = 220  # columns of a table that goes into a file
 USER_ERROR, INTERRUPTED = 2, 130  # exit codes: like click's own usage errors; 128 + SIGINT
 app = typer.Typer(
     name="strata",
@@ -255,7 +256,7 @@ def climb(
     if as_json:
         typer.echo(json.dumps(data, ensure_ascii=False))
     else:
-        _console().print(text_table(data))
+        _show(text_table(data))
     typer.echo(f"page: {html}\nrecords: {path}", err=True)
 
 
@@ -299,14 +300,20 @@ def _print_checks(checks: list[Any]) -> None:
             section = c.section
             table.add_row("", Text(section, style="bold"))
         table.add_row(Text(c.verdict, style=colours[c.verdict]), f"  {c.name}", Text(c.value), Text(c.fix))
-    _console().print(table)
+    _show(table)
 
 
-def _console() -> Any:
-    """Standard output; wide and uncut when it is no terminal, so that a file gets whole lines."""
+def _show(renderable: Any) -> None:
+    """Print a table; wide and without padding when standard output is no terminal, so that a file gets whole lines."""
     from rich.console import Console
 
-    return Console() if sys.stdout.isatty() else Console(width=220, soft_wrap=False)
+    if sys.stdout.isatty():
+        Console().print(renderable)
+        return
+    console = Console(width=FILE_WIDTH, color_system=None)
+    with console.capture() as captured:
+        console.print(renderable)
+    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from strata_lab.block_manager import BlockManager
 from strata_lab.build import Parts, changed_fields
 from strata_lab.config import ModelConfig
 from strata_lab.events import EventLog, SettingEvent, StepEvent, TokenEvent
@@ -121,7 +122,7 @@ class EngineLoop:
             for request_id in done[:-MAX_KEPT_OUTPUTS]:
                 del self._sessions[request_id]
 
-    def swap(self, parts: Parts, new_blocks: Callable[[Parts], object], build_ms: float) -> float:
+    def swap(self, parts: Parts, new_blocks: Callable[[Parts], BlockManager], build_ms: float) -> float:
         """Put new parts in force between two steps and wait for it; returns the standstill in milliseconds.
 
         Raises `ConfigError`, with nothing changed, where a live request could not go on under them.
@@ -262,19 +263,20 @@ class EngineLoop:
                     self.scheduler.finish(item.request, "error", message)
                     self._sessions[item.request.request_id].end()
 
-    def _put_in_force(self, parts: Parts, new_blocks: Callable[[Parts], object], build_ms: float) -> float:
+    def _put_in_force(self, parts: Parts, new_blocks: Callable[[Parts], BlockManager], build_ms: float) -> float:
         started = time.perf_counter()
         before, opt = self.parts, parts.optimizations
+        limits = {"max_model_len": parts.max_model_len}
+        new_pool = parts.kv is not before.kv
         self.scheduler.configure(
             max_num_seqs=opt.max_num_seqs,
             max_num_batched_tokens=opt.max_num_batched_tokens,
-            max_model_len=parts.max_model_len,
             admission=parts.admission,
+            **({} if new_pool else limits),  # a new limit is judged by the pool it comes with
         )
-        if parts.kv is not before.kv:
-            for request in self.scheduler.reset_blocks(new_blocks(parts)):  # type: ignore[arg-type]
-                reason = self.scheduler.why_never_fits(request)
-                self.scheduler.finish(request, "error", reason)
+        if new_pool:
+            for request in self.scheduler.reset_blocks(new_blocks(parts), **limits):
+                self.scheduler.finish(request, "error", self.scheduler.why_never_fits(request))
                 self._sessions[request.request_id].end()
         self.parts = parts
         now = time.perf_counter()

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "strata_lab"
 WIDGETS = ROOT / "widgets" / "strata_widgets"
 
-TORCH_FREE = ("config", "request", "events", "block_manager", "scheduler")
+TORCH_FREE = ("config", "request", "events", "apply", "explain", "block_manager", "batch", "scheduler")
 # Packages the core may use; everything else that the project depends on must be imported lazily or outside the core.
 CORE_PACKAGES = {"torch", "triton", "transformers", "safetensors", "tokenizers", "numpy"}
 NOT_CORE = ("server", "workbench", "cli")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -32,7 +33,12 @@ FORBIDDEN = re.compile(
 
 
 def repository_files() -> Iterator[Path]:
-    """Every file of the project, without what is generated."""
+    """Every file that git would take; without git, every file that is not generated."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        yield from (ROOT / name for name in listed if (ROOT / name).is_file())
+        return
     for folder, names, files in os.walk(ROOT):
         names[:] = sorted(n for n in names if n not in SKIPPED_FOLDERS and not n.endswith(("_cache", ".egg-info")))
         yield from (Path(folder) / name for name in sorted(files))

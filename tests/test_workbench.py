@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from strata_lab.config import ConfigError, toggles
-from strata_lab.events import EventLog, StepEvent, TokenEvent
+from strata_lab.events import EventLog, ProgressEvent, StepEvent, TokenEvent
 from strata_lab.request import RequestError
 from strata_lab.workbench import Workbench, session
 from strata_lab.workbench.meter import RateMeter
@@ -228,12 +228,15 @@ def test_a_refused_change_keeps_the_value_and_says_why(bench: Workbench) -> None
 
 def test_a_change_that_breaks_is_told_in_words(bench: Workbench, engine: FakeEngine, monkeypatch: Any) -> None:
     def broken(**_: Any) -> None:
+        engine.events.append(ProgressEvent(time.perf_counter(), "compiling", 0.5))
+        time.sleep(0.3)
         raise OSError("no space left")
 
     monkeypatch.setattr(engine, "apply", broken)
     click(bench, "cuda_graph", False)
     eventually(lambda: "cuda_graph" in bench.panels.toggles.answers)
     assert "no space left" in bench.panels.toggles.answers["cuda_graph"]["text"]
+    eventually(lambda: bench.panels.header.task == "")
     assert bench.panels.toggles.busy == {}
     assert shown(bench, "cuda_graph") is True
     with pytest.raises(OSError, match="no space left"):

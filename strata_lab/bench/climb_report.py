@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from strata_lab.bench.svg import Column, columns, number
+from strata_lab.bench.svg import HATCH, Column, columns, number
 from strata_lab.config import toggles
 
 STYLE = Path(__file__).with_name("report.css")
@@ -88,7 +88,9 @@ def html_page(records: Sequence[Rec]) -> str:
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<title>{escape(title)}</title>\n<style>\n{STYLE.read_text(encoding='utf-8')}</style>"
     content = "\n".join(body)
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body><main>\n{content}\n</main></body></html>\n'
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{HATCH}<main>\n{content}\n</main></body></html>\n'
+    )
 
 
 # -- parts of the page ------------------------------------------------------------------------------------------
@@ -153,14 +155,14 @@ def _columns(rows: Sequence[Rec], metric: str = "output_tok_s", *, roofline: boo
                 high=spread.get("max"),
                 ghost=value / mbu if roofline and mbu and value is not None else None,
                 detail=detail,
-                muted=not r["conditions"]["kept"],
+                kind="measured" if r["conditions"]["kept"] else "lost",
             )
         )
     return made
 
 
 def _articles(single: Sequence[Rec]) -> str:
-    theirs = [Column(label, sub, value, muted=True, detail="claim") for value, label, sub in ARTICLE_CLIMB]
+    theirs = [Column(label, sub, value, kind="claim", detail="claim") for value, label, sub in ARTICLE_CLIMB]
     ours = [r for r in single if r["metrics"]]
     rows = []
     for i in range(max(len(ours), len(ARTICLE_CLIMB))):

@@ -10,8 +10,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Literal
 
-COLUMN_WIDTH, GAP = 64, 40
+COLUMN_WIDTH = 64
+TARGET_WIDTH, MIN_PITCH, MAX_PITCH = 1080, 104, 150  # columns share the target, within these distances
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 30, 62  # room for axis, edge, values and labels, in pixels
 PLOT_HEIGHT = 250
 MAX_TICKS = 5
@@ -27,7 +29,7 @@ class Column:
         low, high: ends of the whisker, or None for no whisker.
         ghost: height of a dashed outline behind it, or None.
         detail: shown when the pointer rests on it.
-        muted: drawn hatched, for what does not count.
+        kind: "measured", "lost" (hatched: does not count) or "claim" (grey: somebody else's word).
     """
 
     label: str
@@ -37,7 +39,15 @@ class Column:
     high: float | None = None
     ghost: float | None = None
     detail: str = ""
-    muted: bool = False
+    kind: Literal["measured", "lost", "claim"] = "measured"
+
+
+# Referred to by the style sheet; once per page.
+HATCH = (
+    '<svg width="0" height="0" aria-hidden="true"><defs><pattern id="hatch" width="7" height="7" '
+    'patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect class="hatch-ground" width="7" height="7"/>'
+    '<rect class="hatch-line" width="3" height="7"/></pattern></defs></svg>'
+)
 
 
 def nice_ticks(top: float) -> list[float]:
@@ -61,21 +71,22 @@ def columns(title: str, unit: str, data: Sequence[Column]) -> str:
     """An `<svg>` element; `title` is read to those who do not see it."""
     tops = [v for c in data for v in (c.value, c.high, c.ghost) if v is not None]
     ticks = nice_ticks(max(tops, default=1.0))
-    width = LEFT + RIGHT + len(data) * (COLUMN_WIDTH + GAP)
+    pitch = min(MAX_PITCH, max(MIN_PITCH, TARGET_WIDTH // max(1, len(data))))
+    width = LEFT + RIGHT + len(data) * pitch
     height = TOP + PLOT_HEIGHT + BOTTOM
 
     def y(value: float) -> float:
         return round(TOP + PLOT_HEIGHT * (1 - value / ticks[-1]), 1)
 
     parts = [
-        f'<svg viewBox="0 0 {width} {height}" style="max-width:{width}px" role="img" aria-label="{escape(title)}">',
+        f'<svg width="{width}" height="{height}" role="img" aria-label="{escape(title)}">',
         f'<text class="unit" x="4" y="14">{escape(unit)}</text>',
     ]
     for tick in ticks:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y(tick)}" y2="{y(tick)}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y(tick) + 4}">{tick:g}</text>')
     for i, column in enumerate(data):
-        parts.append(_column(column, LEFT + GAP / 2 + i * (COLUMN_WIDTH + GAP), y))
+        parts.append(_column(column, LEFT + (i + 0.5) * pitch - COLUMN_WIDTH / 2, y))
     return "\n".join([*parts, "</svg>"])
 
 
@@ -92,9 +103,8 @@ def _column(c: Column, x: float, y: Callable[[float], float]) -> str:
     if c.value is not None:
         top = y(c.value)
         radius = min(4, base - top)
-        style = "column muted" if c.muted else "column"
         corners = f"q0 -{radius} {radius} -{radius}h{COLUMN_WIDTH - 2 * radius}q{radius} 0 {radius} {radius}"
-        parts.append(f'<path class="{style}" d="M{x} {base}V{top + radius}{corners}V{base}z"/>')
+        parts.append(f'<path class="column {c.kind}" d="M{x} {base}V{top + radius}{corners}V{base}z"/>')
     if c.low is not None and c.high is not None and c.high > c.low:
         parts.append(
             f'<path class="whisker" d="M{middle - 7} {y(c.high)}h14M{middle} {y(c.high)}V{y(c.low)}M{middle - 7} '

@@ -115,21 +115,26 @@ def _seconds(read: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - begin
 
 
-def _file(device: str) -> Path:
-    from platformdirs import user_cache_dir
-
+def _file(device: str) -> Path | None:
+    try:
+        from platformdirs import user_cache_dir
+    except ImportError:
+        return None  # a bare GPU machine: measured anew every time
     return Path(user_cache_dir("strata_lab")) / f"bandwidth-{machine_key(device)}.json"
 
 
 def _load(device: str) -> dict[str, Bandwidth]:
+    path = _file(device)
     try:
-        return {k: Bandwidth(**v) for k, v in json.loads(_file(device).read_text()).items()}
+        return {k: Bandwidth(**v) for k, v in json.loads(path.read_text()).items()} if path else {}
     except (OSError, ValueError, TypeError):
         return {}  # none yet, or written by another version: measure again
 
 
 def _save(device: str, known: dict[str, Bandwidth]) -> None:
     path = _file(device)
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps({k: asdict(v) for k, v in known.items()}, indent=1))

@@ -44,7 +44,7 @@ class Feed:
         self._markers: deque[dict[str, Any]] = deque(maxlen=MAX_MARKERS)
         self._step: Any = engine.stats()
         self._lost = 0
-        self._task, self._fraction = "", -1.0
+        self._task, self._fraction, self._drop_task = "", -1.0, False
         self._snapshot_due_s = 0.0
         self._quiet = False
         self._stop = threading.Event()
@@ -75,6 +75,10 @@ class Feed:
         with self._lock:
             return self._lanes.unfinished()
 
+    def change_ended(self) -> None:
+        """A change of settings is over, however it went: its progress is no longer shown."""
+        self.rebuilding, self._drop_task = False, True
+
     def show_settings(self) -> None:
         """Push the settings in force and what they mean here."""
         settings, stats = self.engine.optimizations.as_dict(), self.engine.stats()
@@ -95,10 +99,13 @@ class Feed:
 
     def tick(self) -> None:
         """Read what is new and push it."""
+        drop_task, self._drop_task = self._drop_task, False  # read first: its last events are then among these
         events, self._cursor, lost = self.engine.events.since(self._cursor)
         now_s = time.perf_counter()
         with self._lock:
             changed = [event for event in events if self._take(event)]
+            if drop_task:
+                self._task, self._fraction = "", -1.0
             if not events and not self._quiet:
                 self._step = self.engine.stats()  # requests that are aborted free their blocks without a step
             self._settle(now_s)
@@ -131,9 +138,10 @@ class Feed:
 
     def _settle(self, now_s: float) -> None:
         """Ask the engine about requests that went silent: aborted and failed ones end without a step."""
+        idle = self._step.num_running + self._step.num_waiting == 0
         for lane in self._lanes.shown:
             ended = lane.finish_reason is not None
-            silent = now_s - max(lane.last_s or 0.0, lane.sent_s or 0.0) > SETTLE_AFTER_S
+            silent = idle or now_s - max(lane.last_s or 0.0, lane.sent_s or 0.0) > SETTLE_AFTER_S
             if lane.has_gap if ended else silent:
                 try:
                     lane.settle(self.engine.output(lane.request_id))

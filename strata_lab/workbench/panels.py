@@ -102,7 +102,9 @@ def answer_text(result: FieldResult, report: ApplyReport) -> str:
 
 
 def duration(ms: float) -> str:
-    """0.2 ms, 35 ms, 1.4 s."""
+    """Under 0.1 ms, 0.2 ms, 35 ms, 1.4 s."""
+    if ms < 0.1:
+        return "under 0.1 ms"
     if ms >= 1000:
         return f"{ms / 1000:.1f} s"
     return f"{ms:.0f} ms" if ms >= 10 else f"{ms:.1f} ms"

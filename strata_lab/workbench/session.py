@@ -252,7 +252,7 @@ class Workbench:
             raise
         finally:
             if feed is not None:
-                feed.rebuilding = False
+                feed.change_ended()
         self._answer({name: (result.status, answer_text(result, report)) for name, result in report.results.items()})
         return report
 

@@ -16,8 +16,9 @@ import nbformat
 
 from tests.browser.lab_page import LabPage, lab_page, why_no_browser
 
-WIDTH, HEIGHT = 1320, 940
+WIDTH, HEIGHT = 1320, 1000
 CELL = 'from strata_lab.workbench import Workbench\n\nwb = Workbench("{model}")\nwb'
+PROMPT = "Write a long story about a lighthouse keeper who finds a map in a bottle."
 BEFORE_S = 7.0  # of streaming before the change
 AFTER_S = 7.5
 LOADING_S = 600.0
@@ -32,6 +33,7 @@ def take(lab: LabPage, path: Path, theme: str) -> None:
     lab.run_all(LOADING_S)
     page.locator(".strata-engine-header [data-state=ready]").wait_for(timeout=LOADING_S * 1e3)
     assert lab.ask("assert wb.apply(cuda_graph=False).ok") == ""
+    page.get_by_label("Prompt", exact=True).fill(PROMPT)
     page.get_by_label("streams", exact=True).fill("4")
     page.get_by_label("max tokens", exact=True).fill("1500")
     page.get_by_role("button", name="Generate").click()
@@ -39,7 +41,8 @@ def take(lab: LabPage, path: Path, theme: str) -> None:
     time.sleep(BEFORE_S)
     page.get_by_role("switch", name="cuda_graph").click()
     time.sleep(AFTER_S)
-    page.locator("body").click(position={"x": WIDTH - 4, "y": 4})
+    page.mouse.move(WIDTH - 4, 4)
+    page.evaluate("document.activeElement.blur()")
     page.screenshot(path=str(path))
     lab.ask("wb.close()")
 

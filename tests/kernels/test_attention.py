@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from strata_lab.kernels import bind
 from strata_lab.kernels.kv_append import FP8_MAX
 from strata_lab.kernels.paged_attention import paged_inputs
 from strata_lab.kernels.rope import rotation
@@ -166,3 +167,32 @@ def test_schemas_and_fakes_tell_the_truth(cpu_ops: Any, kv_dtype: torch.dtype) -
     ]
     for op, arguments in calls:
         torch.library.opcheck(op, arguments, test_utils=OPCHECKS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
+@pytest.mark.parametrize("max_q_len", [1, 2])
+def test_the_reference_step_can_be_captured_in_a_cuda_graph(max_q_len: int, kv_dtype: torch.dtype) -> None:
+    """Nothing in it waits for the host: a replay after the inputs changed equals an eager call."""
+    ops = bind("reference")
+    inputs = paged_inputs([(1, 40), (1, 9), (1, 0)], (3, 1, 64), kv_dtype=kv_dtype, device="cuda")
+    qkv, slots = torch.zeros(3, 5 * 64, device="cuda"), torch.tensor([3, -1, 9], device="cuda")
+    cos, sin = rotation(torch.arange(3, device="cuda"), 64)
+
+    def run() -> Tensor:
+        caches = inputs["k_cache"], inputs["v_cache"]
+        q = ops.qkv_rope_append(qkv, cos, sin, None, None, 0.0, *caches, slots, 3, 1, 1.0, 1.0)
+        return ops.paged_attention(**inputs | {"q": q, "max_q_len": max_q_len})
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = run()
+    qkv.normal_()
+    slots.copy_(slots.roll(1))
+    graph.replay()
+    assert torch.equal(replayed, run())
+    assert not replayed.isnan().any()

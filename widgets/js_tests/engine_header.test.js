@@ -37,5 +37,6 @@ test("states and rates are put into words", () => {
   assert.equal(stateText("ready", "", -1), "Ready");
   assert.equal(stateText("rebuilding", "packing weights", 0.4), "Rebuilding: packing weights, 40\u00a0%");
   assert.equal(stateText("loading", "importing", -1), "Loading: importing");
+  assert.equal(stateText("loading", "loading weights as int4", 0.25), "Loading weights as int4, 25\u00a0%");
   assert.deepEqual([null, 0.123, 4.26, 42.04, 240.4, NaN].map(rate), ["–", "0.12", "4.3", "42.0", "240", "–"]);
 });

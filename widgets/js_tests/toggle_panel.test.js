@@ -66,6 +66,7 @@ test("a number field refuses what is no number without asking the kernel", () =>
   assert.equal(field.value, "16");
   assert.match(line("max_num_seqs").textContent, /“many” is not a whole number/);
   field.value = "8";
+  field.fire("keydown", { key: "Enter" });
   field.fire("change");
   assert.deepEqual(model.sent, [{ kind: "set", name: "max_num_seqs", value: 8 }]);
 });

@@ -145,23 +145,21 @@ Plan plan(const Queries& q, int64_t requests, int64_t kv_heads) {
   const int64_t block = std::max<int64_t>(4, kTaskRows / q.group);
   const bool few = requests * kv_heads < kTasksPerThread * at::get_num_threads();
   for (int64_t b = 0; b < requests; ++b) {
-    const bool split = few && q.count(b) <= block;
     // the last queries see the most keys: started first, they do not end up alone
     for (int64_t last = q.count(b); last > 0; last -= block) {
+      const int64_t first = std::max<int64_t>(0, last - block), rows = (last - first) * q.group;
+      const int64_t chunks = std::max<int64_t>(1, (q.position(b, last - 1) + kChunk) / kChunk);
+      const bool split = few && q.count(b) <= block && chunks > 1;
+      const auto unit = static_cast<int64_t>(p.units.size());
       for (int64_t h = 0; h < kv_heads; ++h) {
-        const int64_t first = std::max<int64_t>(0, last - block);
-        Unit unit{b, h, first, last, std::max<int64_t>(1, (q.position(b, last - 1) + kChunk) / kChunk)};
-        const auto index = static_cast<int64_t>(p.units.size());
-        if (split && unit.chunks > 1) {
-          unit.partials = p.partial_states;
-          p.partial_states += unit.chunks * (last - first) * q.group;
-          for (int64_t chunk = 0; chunk < unit.chunks; ++chunk) p.tasks.push_back({index, chunk, chunk + 1});
-        } else {
-          p.tasks.push_back({index, 0, unit.chunks});
-        }
-        p.products += unit.chunks * kChunk * (last - first) * q.group * q.dim;
-        p.units.push_back(unit);
+        p.units.push_back({b, h, first, last, chunks, split ? p.partial_states : -1});
+        if (split) p.partial_states += chunks * rows;
       }
+      // a chunk's heads in a row: they share cache lines and pages
+      for (int64_t c = 0; c < chunks; c += split ? 1 : chunks) {
+        for (int64_t h = 0; h < kv_heads; ++h) p.tasks.push_back({unit + h, c, split ? c + 1 : chunks});
+      }
+      p.products += kv_heads * chunks * kChunk * rows * q.dim;
     }
   }
   return p;

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import platformdirs
 import torch
 
 Isa = Literal["native", "avx2"]
@@ -77,6 +76,7 @@ def load(isa: Isa = "native") -> Any:
 
 def _library(isa: Isa) -> Path:
     """Path of the built library, building it if need be."""
+    import platformdirs
     from torch.utils.cpp_extension import get_cxx_compiler  # imports setuptools: only when asked for
 
     compiler = get_cxx_compiler()

@@ -59,10 +59,18 @@ constexpr float kReadUnit = std::is_same_v<C, c10::Float8_e4m3fn> ? kFp8Bias : 1
 inline const float* as_float_row(const float* row, float*, int64_t) { return row; }
 
 inline const float* as_float_row(const c10::BFloat16* row, float* room, int64_t count) {
-  for (int64_t i = 0; i < count; i += 8) {
+  const auto convert = [&](int64_t i) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + i));
     _mm256_storeu_ps(room + i, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16)));
+  };
+  int64_t i = 0;
+  for (; i + 32 <= count; i += 32) {
+    convert(i);
+    convert(i + 8);
+    convert(i + 16);
+    convert(i + 24);
   }
+  for (; i < count; i += 8) convert(i);
   return room;
 }
 

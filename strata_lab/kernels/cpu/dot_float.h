@@ -40,8 +40,10 @@ void float_panels(const uint8_t* w, int64_t panel_bytes, const float* x, int64_t
   for (int64_t step = 0; step < steps; ++step) {
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p) {
+      const int64_t offset = p * panel_bytes + step * Format::kStepBytes;
+      if (step % 2 == 0) prefetch(w, offset + kFloatAheadBytes);  // a step is half a cache line
       __m256 columns[kColumns];
-      Format::expand(w + p * panel_bytes + step * Format::kStepBytes, columns);
+      Format::expand(w + offset, columns);
 #pragma GCC unroll 4
       for (int c = 0; c < kColumns; ++c) {
 #pragma GCC unroll 8
@@ -88,6 +90,7 @@ void float_small(const uint8_t* w, int64_t panel_bytes, int64_t panels, const fl
 #ifdef __AVX512F__
 using Vec = __m512;
 constexpr int kTileRows = 12, kStripPanels = 4, kVecFloats = 16;
+constexpr int64_t kFloatTileFrom = 9;  // rows from which float_large is faster, measured
 inline Vec vec_load(const float* p) { return _mm512_loadu_ps(p); }
 inline Vec vec_one(const float* p) { return _mm512_set1_ps(*p); }
 inline Vec vec_fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
@@ -95,6 +98,7 @@ inline void vec_store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
 #else
 using Vec = __m256;
 constexpr int kTileRows = 6, kStripPanels = 2, kVecFloats = 8;
+constexpr int64_t kFloatTileFrom = 24;
 inline Vec vec_load(const float* p) { return _mm256_loadu_ps(p); }
 inline Vec vec_one(const float* p) { return _mm256_broadcast_ss(p); }
 inline Vec vec_fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
@@ -148,6 +152,7 @@ void float_large(const uint8_t* w, int64_t panel_bytes, int64_t panels, const fl
       for (int64_t lane = 0; lane < kStripPanels; ++lane) {
         const uint8_t* source = w + std::min(p + lane, panels - 1) * panel_bytes + first * Format::kStepBytes;
         for (int64_t s = 0; s < block; ++s) {
+          if (s % 2 == 0) prefetch(source, s * Format::kStepBytes + kFloatAheadBytes);
           __m256 columns[kColumns];
           Format::expand(source + s * Format::kStepBytes, columns);
           for (int c = 0; c < kColumns; ++c) _mm256_store_ps(strip + (s * kColumns + c) * kStrip + 8 * lane, columns[c]);

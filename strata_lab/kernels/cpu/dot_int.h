@@ -84,6 +84,17 @@ inline void int8_group(const uint8_t* w, const int8_t* x, int64_t stride, const 
 #endif
 }
 
+template <bool kInt4>
+inline void prefetch_group(const IntPanel& panel, int64_t g) {
+  constexpr int64_t kBytes = kInt4 ? kInt4GroupBytes : kInt8GroupBytes, kScaleBytes = 2 * kPanelRows;
+  const int64_t ahead = g + kIntAheadBytes / kBytes;
+  for (int64_t line = 0; line < kBytes; line += 64) prefetch(panel.data, ahead * kBytes + line);
+  if (g % (64 / kScaleBytes) == 0) {
+    prefetch(panel.scales, ahead * kScaleBytes);
+    if constexpr (kInt4) prefetch(panel.mins, ahead * kScaleBytes);
+  }
+}
+
 // y[t * y_stride + lane] for rows first .. first + T - 1.
 template <bool kInt4, int T>
 void int_panel(const IntPanel& panel, const IntRows& rows, int64_t first, float* y, int64_t y_stride) {
@@ -96,6 +107,7 @@ void int_panel(const IntPanel& panel, const IntRows& rows, int64_t first, float*
   for (int t = 0; t < T; ++t) acc[t] = _mm256_setzero_ps();
   for (int64_t g = 0; g < groups; ++g) {
     __m256i sums[T];
+    prefetch_group<kInt4>(panel, g);
     if constexpr (kInt4) {
       int4_group<T>(panel.data + g * kInt4GroupBytes, x + g * kGroup, stride, sums);
     } else {
@@ -116,20 +128,16 @@ void int_panel(const IntPanel& panel, const IntRows& rows, int64_t first, float*
   for (int t = 0; t < T; ++t) _mm256_storeu_ps(y + t * y_stride, acc[t]);
 }
 
-// All rows first .. first + count - 1, in blocks of at most kIntBlock.
-#ifdef STRATA_VNNI
-constexpr int kIntBlock = 8;
-#else
-constexpr int kIntBlock = 8;
-#endif
+constexpr int64_t kIntBlock = 8;
 
+// All rows first .. first + count - 1, in blocks of at most kIntBlock.
 template <bool kInt4>
 void int_panel_rows(const IntPanel& panel, const IntRows& rows, int64_t first, int64_t count, float* y, int64_t y_stride) {
   using Kernel = void (*)(const IntPanel&, const IntRows&, int64_t, float*, int64_t);
   static constexpr Kernel kernels[] = {int_panel<kInt4, 1>, int_panel<kInt4, 2>, int_panel<kInt4, 3>, int_panel<kInt4, 4>,
                                        int_panel<kInt4, 5>, int_panel<kInt4, 6>, int_panel<kInt4, 7>, int_panel<kInt4, 8>};
   for (int64_t t = 0; t < count; t += kIntBlock) {
-    const int64_t block = std::min<int64_t>(count - t, kIntBlock);
+    const int64_t block = std::min(count - t, kIntBlock);
     kernels[block - 1](panel, rows, first + t, y + t * y_stride, y_stride);
   }
 }

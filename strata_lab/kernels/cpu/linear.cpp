@@ -15,10 +15,11 @@
 namespace strata {
 namespace {
 
-constexpr int64_t kTaskPanels = 4;   // panels a task takes, of each half when gated
-constexpr int64_t kTaskRows = 128;   // rows of x a task finishes at a time: bounds its scratch to 32 KB
-constexpr int64_t kFloatTileFrom = 12;     // from so many rows on, float weights are expanded to fp32 strips first
-constexpr int64_t kSharedRowFloats = 16384;  // a prologue of fewer numbers is not worth a second thread
+constexpr int64_t kTaskPanels = 4;  // panels a task takes at most, of each half when gated
+constexpr int64_t kTasksPerThread = 4;  // with fewer, the last one to finish is waited for too long
+constexpr int64_t kSharedBytes = 32768;  // a product that reads fewer bytes of weights, times rows, stays on its thread
+constexpr int64_t kTaskRows = 128;  // rows of x a task finishes at a time: bounds its scratch to 32 KB
+constexpr int64_t kSharedRowFloats = 8192;  // a prologue of fewer numbers is not worth a second thread
 
 // Memory that grows and is used again by the next call of the same thread.
 template <int kUse>
@@ -64,7 +65,7 @@ Rows prologue(const at::Tensor& x, const Weights& w, const float* norm_weight, f
     return result;
   }
   const float* source = x.const_data_ptr<float>();
-  constexpr int64_t kRows = 4;
+  constexpr int64_t kRows = 2;
   for_each_task((rows + kRows - 1) / kRows, rows * k >= kSharedRowFloats, [&](int64_t task) {
     for (int64_t t = task * kRows; t < std::min(rows, (task + 1) * kRows); ++t) {
       const float* row = source + t * k;
@@ -119,16 +120,16 @@ inline __m256 finish(const Epilogue& e, const float* y, int64_t row, int64_t lan
   return e.bias ? _mm256_add_ps(v, load_lanes(e.bias + row, lanes)) : v;
 }
 
-void task(const Weights& w, const Epilogue& e, const Rows& x, int64_t first_panel) {
+// Output panels first_panel .. first_panel + panels - 1, all rows.
+void task(const Weights& w, const Epilogue& e, const Rows& x, int64_t first_panel, int64_t panels) {
   constexpr int64_t kWidth = kTaskPanels * kPanelRows;
   alignas(64) static thread_local float y[kTaskRows * kWidth * 2];
-  const int64_t out_panels = (e.n + kPanelRows - 1) / kPanelRows;
-  const int64_t panels = std::min(kTaskPanels, out_panels - first_panel);
+  const int64_t up = e.silu_mul ? e.n / kPanelRows : 0;  // panels between a gate and its up
   const int64_t stride = e.silu_mul ? 2 * kWidth : kWidth;
   for (int64_t first = 0; first < x.count; first += kTaskRows) {
     const int64_t count = std::min(kTaskRows, x.count - first);
     block(w, first_panel, panels, x, first, count, y, stride);
-    if (e.silu_mul) block(w, first_panel + out_panels, panels, x, first, count, y + kWidth, stride);
+    if (e.silu_mul) block(w, first_panel + up, panels, x, first, count, y + kWidth, stride);
     for (int64_t t = 0; t < count; ++t) {
       for (int64_t p = 0; p < panels; ++p) {
         const int64_t row = (first_panel + p) * kPanelRows, at = (first + t) * e.n + row, lanes = e.n - row;
@@ -170,8 +171,11 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& data, const std::option
                           out.mutable_data_ptr<float>()};
   const Rows ready = prologue(rows, w, floats(norm_weight, x.size(1), "norm_weight"), static_cast<float>(norm_eps));
   const int64_t out_panels = (out_n + kPanelRows - 1) / kPanelRows;
-  for_each_task((out_panels + kTaskPanels - 1) / kTaskPanels, true,
-                [&](int64_t i) { task(w, epilogue, ready, i * kTaskPanels); });
+  const int64_t size = std::clamp<int64_t>(out_panels / (kTasksPerThread * at::get_num_threads()), 1, kTaskPanels);
+  const bool worth_sharing = w.panels * w.panel_bytes * x.size(0) >= kSharedBytes;
+  for_each_task((out_panels + size - 1) / size, worth_sharing, [&](int64_t i) {
+    task(w, epilogue, ready, i * size, std::min(size, out_panels - i * size));
+  });
   return out;
 }
 

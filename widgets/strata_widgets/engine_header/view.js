@@ -10,11 +10,13 @@ const WORDS = {
   closed: "Closed",
 };
 
-/** "Rebuilding: packing weights, 40 %" */
+/** "Rebuilding: packing weights, 40 %"; a task that begins with the state's own word is not told twice. */
 export function stateText(state, task, fraction) {
-  if (!task) return WORDS[state] ?? state;
+  const word = WORDS[state] ?? state;
+  if (!task) return word;
   const percent = fraction >= 0 ? `, ${Math.round(fraction * 100)}\u00a0%` : "";
-  return `${WORDS[state] ?? state}: ${task}${percent}`;
+  const twice = task.toLowerCase().startsWith(word.toLowerCase());
+  return `${twice ? word + task.slice(word.length) : `${word}: ${task}`}${percent}`;
 }
 
 function fact({ label, value, tip }) {

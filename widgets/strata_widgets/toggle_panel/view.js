@@ -50,7 +50,9 @@ function control(toggle, id, ask, complain) {
     return box;
   }
   if (toggle.kind === "choice") {
-    const select = h("select", shared, ...toggle.choices.map((choice) => h("option", { value: choice }, choice)));
+    const undecided = h("option", { value: "", hidden: true }, words(null)); // shown until a model is loaded
+    const options = toggle.choices.map((choice) => h("option", { value: choice }, choice));
+    const select = h("select", shared, undecided, ...options);
     select.addEventListener("change", () => {
       const wanted = select.value;
       select.value = select.inForce ?? "";
@@ -60,12 +62,18 @@ function control(toggle, id, ask, complain) {
   }
   const placeholder = toggle.optional ? "auto" : "";
   const field = h("input", { ...shared, type: "text", inputmode: "decimal", autocomplete: "off", placeholder });
-  field.addEventListener("change", () => {
-    const value = parseNumber(field.value, toggle);
-    const given = field.value;
-    field.value = field.inForce ?? "";
+  const commit = () => {
+    const [given, inForce] = [field.value, String(field.inForce ?? "")];
+    field.value = inForce;
+    if (given.trim() === inForce) return;
+    const value = parseNumber(given, toggle);
     if (value === undefined) complain(`“${given}” is not a ${toggle.kind === "int" ? "whole " : ""}number`);
     else ask(value);
+  };
+  field.addEventListener("change", commit);
+  field.addEventListener("keydown", (event) => {
+    if (event.key === "Enter") commit();
+    if (event.key === "Escape") field.value = field.inForce ?? "";
   });
   return field;
 }

@@ -1,0 +1,123 @@
+"""A fake model for the scheduler, whose answers come only from what the block tables lead to.
+
+`FakeModel` keeps a KV pool in which a slot holds a token id. It writes the tokens of each scheduled slice through the
+block table and derives the next token from what it *reads back* through it, so a wrong table, a block with two owners,
+a stale slot or a skipped token changes the text. Free slots are poisoned before every step.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+from strata_lab.batch import ScheduledBatch
+from strata_lab.block_manager import BlockManager
+from strata_lab.request import Request, SamplingParams
+from strata_lab.scheduler import ContinuousAdmission, Scheduler
+
+POISON = -1
+
+
+def next_token(tokens: Iterable[int]) -> int:
+    return zlib.crc32(repr(list(tokens)).encode()) % 1000
+
+
+def undisturbed(request: Request, max_model_len: int) -> list[int]:
+    """What a request alone on an endless machine generates."""
+    tokens = list(request.prompt_token_ids)
+    while len(tokens) - request.num_prompt_tokens < request.params.max_tokens and len(tokens) < max_model_len:
+        tokens.append(next_token(tokens))
+    return tokens[request.num_prompt_tokens :]
+
+
+class FakeModel:
+    """Runs batches of one scheduler and finishes requests as the engine does."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.now_s = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        blocks = self.scheduler.blocks
+        self.kv = [[POISON] * blocks.block_size for _ in range(blocks.num_blocks)]
+
+    def step(self) -> ScheduledBatch:
+        batch = self.scheduler.schedule()
+        sampled = self.forward(batch)
+        self.commit(batch, sampled)
+        return batch
+
+    def forward(self, batch: ScheduledBatch) -> dict[str, int]:
+        size = self.scheduler.blocks.block_size
+        owned = {b for r in self.scheduler.running for b in self.scheduler.blocks.table(r.request_id)}
+        for block in set(range(len(self.kv))) - owned:
+            self.kv[block] = [POISON] * size
+        for item in batch.items:
+            for position in range(item.start, item.start + item.num_tokens):
+                self.kv[item.block_table[position // size]][position % size] = item.request.token_ids[position]
+        sampled = {}
+        for item in batch.items:
+            if item.samples:
+                length = item.start + item.num_tokens
+                sampled[item.request.request_id] = next_token(
+                    self.kv[item.block_table[p // size]][p % size] for p in range(length)
+                )
+        return sampled
+
+    def commit(self, batch: ScheduledBatch, sampled: dict[str, int]) -> None:
+        self.now_s += 1.0
+        self.scheduler.commit(batch)
+        for item in batch.items:
+            request = item.request
+            if request.request_id not in sampled or request.finished:
+                continue
+            request.append(sampled[request.request_id], self.now_s)
+            full = request.num_output_tokens >= request.params.max_tokens
+            if full or request.num_tokens >= self.scheduler.max_model_len:
+                self.scheduler.finish(request, "length")
+
+    def drain(self, limit: int = 10_000) -> list[ScheduledBatch]:
+        batches = []
+        while self.scheduler.has_work:
+            assert len(batches) < limit, "does not drain"
+            batches.append(self.step())
+        return batches
+
+
+def make(num_blocks: int = 64, block_size: int = 4, **options: Any) -> tuple[Scheduler, FakeModel]:
+    settings_ = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 256,
+        "admission": ContinuousAdmission(),
+        **options,
+    }
+    scheduler = Scheduler(BlockManager(num_blocks, block_size), **settings_)
+    return scheduler, FakeModel(scheduler)
+
+
+def request(name: str, prompt: int = 4, max_tokens: int = 8, priority: int = 0) -> Request:
+    ids = [zlib.crc32(f"{name}{i}".encode()) % 1000 for i in range(prompt)]
+    return Request(name, ids, SamplingParams(max_tokens=max_tokens), priority=priority)
+
+
+def names(items: Iterable[Any]) -> list[str]:
+    return [(item if isinstance(item, Request) else item.request).request_id for item in items]
+
+
+def slices(batch: ScheduledBatch) -> list[tuple[str, int, int]]:
+    return [(i.request.request_id, i.start, i.num_tokens) for i in batch.items]
+
+
+def exhausted(*specs: tuple[str, int, int], num_blocks: int) -> tuple[Scheduler, FakeModel]:
+    """Requests (name, prompt, priority) that all decode, in a pool of blocks of 4 with no block left."""
+    scheduler, model = make(num_blocks=1000)
+    for name, prompt, priority in specs:
+        scheduler.add(request(name, prompt=prompt, max_tokens=4 * num_blocks - prompt, priority=priority))
+    model.step()
+    spare = scheduler.blocks.num_free - (num_blocks - scheduler.blocks.num_used)
+    scheduler.blocks.grow("someone else", 4 * spare)
+    assert scheduler.blocks.num_free == 0
+    return scheduler, model

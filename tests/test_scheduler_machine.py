@@ -1,0 +1,134 @@
+"""Everything at once: random use of a scheduler, with its invariants checked after every call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import strata_lab.scheduler as scheduler_module
+from strata_lab.block_manager import BlockManager
+from strata_lab.request import Request, RequestError, RequestState
+from strata_lab.scheduler import ContinuousAdmission, StaticAdmission
+from tests.fake_model import make, names, request, undisturbed
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random use of one scheduler; whatever happens, every request that ends by itself has its undisturbed text."""
+
+    @initialize(
+        num_blocks=st.integers(6, 14), budget=st.integers(1, 20), seats=st.integers(1, 6), growth=st.integers(0, 2)
+    )
+    def start(self, num_blocks: int, budget: int, seats: int, growth: int) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(scheduler_module, "GROWTH_BLOCKS", growth)  # the laws hold for any; 0 evicts the most
+        self.scheduler, self.model = make(
+            num_blocks, 3, max_num_batched_tokens=budget, max_num_seqs=seats, max_model_len=40, max_waiting=8
+        )
+        self.added: list[Request] = []
+
+    @rule(prompt=st.integers(1, 24), max_tokens=st.integers(1, 24), priority=st.sampled_from([0, 0, 0, 1, -1]))
+    def add(self, prompt: int, max_tokens: int, priority: int) -> None:
+        new = request(f"r{len(self.added)}", prompt, max_tokens, priority)
+        slots = min(prompt + max_tokens, 40) - 1
+        fits = slots <= self.scheduler.blocks.num_blocks * self.scheduler.blocks.block_size
+        if fits and len(self.scheduler.waiting) < 8:
+            self.scheduler.add(new)
+            self.added.append(new)
+        else:
+            with pytest.raises(RequestError):
+                self.scheduler.add(new)
+
+    @rule(steps=st.integers(1, 12))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            running_before = len(self.scheduler.running)
+            work, static = self.scheduler.has_work, isinstance(self.scheduler.admission, StaticAdmission)
+            most_senior = self.scheduler.running[0] if running_before else None
+            outputs = {r.request_id: r.output_token_ids for r in self.added}
+            batch = self.scheduler.schedule()
+            assert bool(batch.items) == work
+            assert batch.num_tokens == sum(i.num_tokens for i in batch.items) <= self.scheduler.max_num_batched_tokens
+            assert len(self.scheduler.running) <= max(self.scheduler.max_num_seqs, running_before)
+            assert not {r.request_id for r in batch.preempted} & set(names(batch.items))
+            assert most_senior not in batch.preempted
+            if (static and running_before) or batch.preempted:
+                assert len(self.scheduler.running) == running_before - len(batch.preempted)
+            for item in batch.items:
+                assert item.start == item.request.num_computed_tokens
+                assert len(item.block_table) * 3 >= item.start + item.num_tokens > item.start
+            self.model.commit(batch, self.model.forward(batch))
+            for r in self.added:
+                assert r.output_token_ids[: len(outputs[r.request_id])] == outputs[r.request_id]
+
+    @precondition(lambda self: self.added)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        victim = data.draw(st.sampled_from(self.added))
+        expected = None if victim.finished else victim
+        assert self.scheduler.abort(victim.request_id) is expected
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule()
+    def abort_while_the_model_runs(self) -> None:
+        batch = self.scheduler.schedule()
+        self.scheduler.abort(batch.items[0].request.request_id)
+        self.model.commit(batch, self.model.forward(batch))
+
+    @rule(
+        seats=st.integers(1, 6),
+        budget=st.integers(1, 20),
+        admission=st.sampled_from([ContinuousAdmission, StaticAdmission]),
+    )
+    def configure(self, seats: int, budget: int, admission: type[Any]) -> None:
+        self.scheduler.configure(max_num_seqs=seats, max_num_batched_tokens=budget, admission=admission())
+
+    @rule(num_blocks=st.integers(4, 16))
+    def replace_pool(self, num_blocks: int) -> None:
+        for misfit in self.scheduler.reset_blocks(BlockManager(num_blocks, 3)):
+            self.scheduler.finish(misfit, "error", self.scheduler.why_never_fits(misfit))
+        self.model.reset()
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        scheduler = self.scheduler
+        scheduler.blocks.check()
+        live = [r.request_id for r in (*scheduler.running, *scheduler.waiting)]
+        assert sorted(live) == sorted(r.request_id for r in self.added if not r.finished)
+        assert scheduler.has_work == bool(live)
+        held = {r.request_id: len(scheduler.blocks.table(r.request_id)) for r in self.added}
+        assert sum(held.values()) == scheduler.blocks.num_used
+        for r in self.added:
+            assert r.state is RequestState.RUNNING or (
+                held[r.request_id],
+                r.num_computed_tokens if not r.finished else 0,
+            ) == (0, 0)
+            assert held[r.request_id] * 3 >= r.num_computed_tokens or r.finished
+        assert scheduler.num_preemptions == sum(r.num_preemptions for r in self.added)
+
+    @invariant()
+    def texts_are_undisturbed(self) -> None:
+        for r in self.added:
+            expected = undisturbed(r, 40)
+            if r.finish_reason == "length":
+                assert r.output_token_ids == expected
+            assert r.output_token_ids == expected[: r.num_output_tokens]
+
+    def teardown(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.patch.undo()
+            left = [r for r in self.added if not r.finished]
+            # Proof of progress: between two output tokens at most every token of every request is computed once.
+            bound = sum(r.params.max_tokens for r in left) * sum(
+                r.num_prompt_tokens + r.params.max_tokens for r in left
+            )
+            self.model.drain(limit=bound + 1)
+            self.nothing_is_lost()
+            self.texts_are_undisturbed()
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
