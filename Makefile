@@ -64,8 +64,8 @@ bench: setup-dev model  ## compare with transformers and llama.cpp where they ar
 gpu: setup-dev  ## the tests that need a CUDA device
 	@$(PY) -m pytest -m gpu $(SELECT)
 
-screenshot: setup-dev model  ## drive the workbench in a real browser and save artifacts/workbench.png
-	@$(PY) -m pytest tests/browser
+screenshot: setup-dev model  ## take the README's picture: the workbench in a real browser, mid-decode
+	@$(PY) -m tests.browser.screenshot docs/workbench.png
 
 fmt: setup-dev  ## format, and fix what can be fixed
 	@$(PY) -m ruff check --fix . ; $(PY) -m ruff format . ; $(PY) -m nbstripout notebooks/*.ipynb

@@ -234,7 +234,7 @@ def climb(
     tokens: Annotated[int, typer.Option(help="Output tokens of a run.")] = 64,
     prompt_tokens: Annotated[int, typer.Option(help="Prompt tokens of a run.")] = 128,
     streams: Annotated[int, typer.Option(help="Concurrent requests of the several-streams part.")] = 4,
-    rounds: Annotated[int, typer.Option(help="Runs after each change; before it one more.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Runs after each change; before it one more.")] = 2,
     html: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("climb.html"),
     results: Annotated[Path | None, typer.Option(help="Folder for climb.json. Default: beside the page.")] = None,
     as_json: AsJson = False,

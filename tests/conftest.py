@@ -27,7 +27,6 @@ if not CUDA:
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may download anything
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-ROOT = Path(__file__).resolve().parent.parent
 SEED = 1234
 
 
@@ -48,20 +47,8 @@ def _seeded() -> None:
         sys.modules["torch"].manual_seed(SEED)
 
 
-@pytest.fixture(scope="session")
-def root() -> Path:
-    """The repository."""
-    return ROOT
-
-
 @pytest.fixture
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty user cache folder; other tests share the real one, which saves compiling the same kernels again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "strata_lab"
-
-
-@pytest.fixture(scope="session")
-def device() -> str:
-    """Where to run: the GPU if there is one."""
-    return "cuda" if CUDA else "cpu"

@@ -116,6 +116,15 @@ def test_the_probe_reads_a_plausible_speed() -> None:
     assert found.buffer_bytes == 32 << 20
 
 
+@pytest.mark.gpu
+def test_the_gpu_ceiling_comes_from_reading_and_covers_torchs_own_reductions(fresh_cache: Any) -> None:
+    found = bandwidth.ceiling("cuda")
+    assert found.level == "memory"
+    flat = torch.ones(1 << 28, device="cuda")
+    torch_reads = flat.nbytes / min(bandwidth._seconds(flat.sum, "cuda") for _ in range(5))
+    assert 1e11 < torch_reads <= found.bytes_s * 1.02
+
+
 # -- the harness ------------------------------------------------------------------------------------------------------
 
 
@@ -463,6 +472,15 @@ def test_the_page_stands_alone_and_says_its_conditions(generous: None) -> None:
         assert str(shown) in page
     assert "their claim" in page
     assert all(f">{value}</text>" in page for value in (58, 80, 95, 130, 150, 240))
+
+
+def test_a_roofline_far_above_the_columns_is_told_and_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bandwidth_bytes_s, drawn in ((1e6, True), (1e8, False)):
+        top = Bandwidth(bandwidth_bytes_s, 1, "memory", "test")
+        monkeypatch.setattr(climbing, "ceiling", lambda *a, top=top, **k: top)
+        page = html_page(climb(Stub(speed)))
+        assert ('class="ghost"' in page) == drawn
+        assert ("far above this chart" in page) != drawn
 
 
 def test_the_text_table_has_a_row_per_record(generous: None) -> None:

@@ -292,7 +292,7 @@ def test_climb_writes_a_table_a_page_and_records(tmp_path: Path, monkeypatch: py
     page = tmp_path / "deep" / "page.html"
     result = strata("climb", "-m", "tiny", "--tokens", "16", "--block-size", "8", "--html", page)
     assert result.exit_code == 0, result.output
-    assert asked == {"model": "tiny", "tokens": 16, "prompt_tokens": 128, "streams": 4, "rounds": 1, "block_size": 8}
+    assert asked == {"model": "tiny", "tokens": 16, "prompt_tokens": 128, "streams": 4, "rounds": 2, "block_size": 8}
     assert "baseline" in result.stdout
     assert "12.5" in result.stdout
     assert page.read_text().startswith("<!doctype html>")

@@ -281,7 +281,7 @@ def climb(
     tokens: int = 64,
     prompt_tokens: int = 128,
     streams: int = 4,
-    rounds: int = 1,
+    rounds: int = 2,
     progress: ProgressFn | None = None,
     **options: Any,
 ) -> list[Record]:

@@ -16,6 +16,7 @@ from strata_lab.bench.svg import HATCH, Column, columns, number
 from strata_lab.config import toggles
 
 STYLE = Path(__file__).with_name("report.css")
+GHOST_LIMIT = 5  # times the tallest column up to which the roofline is drawn
 ARTICLE_HARDWARE = "RTX 4090 48 GB"
 # The source articles' climb, tok/s: their claim, with what each step switched on.
 ARTICLE_CLIMB = (
@@ -130,14 +131,25 @@ def _facts(record: Rec) -> str:
 
 
 def _single_note(single: Sequence[Rec]) -> str:
+    dashed = "Dashed: what the memory allows at that stage's bytes per step (the roofline)."
+    if not _roofline_fits(single):
+        dashed = "The roofline is far above this chart; the table has the distance."
     return (
-        f"{_conditions(single[0])}. Whiskers: slowest and fastest run. Dashed: what the memory allows at that stage's "
-        "bytes per step (the roofline). Hatched: lost against the stage before and was taken back."
+        f"{_conditions(single[0])}. Whiskers: slowest and fastest run. {dashed} Hatched: lost against the stage before "
+        "and was taken back."
     )
+
+
+def _roofline_fits(rows: Sequence[Rec]) -> bool:
+    """Whether the roofline can be drawn without crushing the columns."""
+    metrics = [r["metrics"] for r in rows if r["metrics"].get("mbu")]
+    highest = max((m["output_tok_s"] / m["mbu"] for m in metrics), default=0.0)
+    return highest <= GHOST_LIMIT * max((m["output_tok_s"] for m in metrics), default=0.0)
 
 
 def _columns(rows: Sequence[Rec], metric: str = "output_tok_s", *, roofline: bool = False) -> list[Column]:
     made = []
+    roofline = roofline and _roofline_fits(rows)
     for r in rows:
         label, _, sublabel = r["conditions"]["stage"].partition("=")
         value, mbu = r["metrics"].get(metric), r["metrics"].get("mbu")

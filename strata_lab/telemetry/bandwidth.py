@@ -95,6 +95,10 @@ def _measure(device: str, size: int, level: str) -> Bandwidth:
     }
     if size // 4 >= 1 << 31:
         del readers["dot product"]  # BLAS counts elements in 32 bits
+    if device.startswith("cuda"):
+        from strata_lab.telemetry.read_kernel import readers as wide_readers
+
+        readers |= dict(wide_readers(flat.view(torch.int32)))
     seconds = {name: min(_seconds(read, device) for _ in range(PASSES)) for name, read in readers.items()}
     best = min(seconds, key=lambda name: seconds[name])
     return Bandwidth(rows * 4096 * 4 / seconds[best], size, level, best)

@@ -20,7 +20,7 @@ namespace {
 
 constexpr int64_t kTaskRows = 64;         // query rows of a task: one conversion of K and V serves them all
 constexpr int64_t kTasksPerThread = 4;    // fewer leave threads idle at the end
-constexpr int64_t kSharedProducts = 32768;  // fewer multiplications are not worth a second thread
+constexpr int64_t kSharedProducts = 65536;  // fewer multiplications are not worth a second thread
 
 // The queries [first, last) of one request for one kv head.
 struct Unit {

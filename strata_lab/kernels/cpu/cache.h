@@ -97,14 +97,41 @@ inline const float* as_float_row(const c10::Float8_e4m3fn* row, float* room, int
   return room;
 }
 
-// Round to nearest even; e4m3 saturates, NaN stays NaN.
+// Rounding to nearest even; e4m3 saturates, NaN stays NaN.
 inline void store(float* p, float x) { *p = x; }
 inline void store(c10::BFloat16* p, float x) { *p = c10::BFloat16(x); }
 inline void store(c10::Float8_e4m3fn* p, float x) { *p = c10::Float8_e4m3fn(std::clamp(x, -kFp8Max, kFp8Max)); }
 
+// The codes of eight floats, as `store` makes them one by one.
+inline __m128i e4m3_codes(__m256 x) {
+  const auto all = [](int value) { return _mm256_set1_epi32(value); };
+  const __m256 magnitude = _mm256_min_ps(_mm256_set1_ps(kFp8Max), _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x));
+  const __m256i bits = _mm256_castps_si256(magnitude);
+  // 20 mantissa bits go: add half of what goes, less one where the last bit that stays is even. 120: 127 less e4m3's bias.
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 20), all(1));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, all(0x7ffff))), 20);
+  const __m256i normal = _mm256_sub_epi32(rounded, all(120 << 3));
+  // Subnormal codes count steps of 2^-9, which is the last bit of a float near 2^14: the sum rounds.
+  const __m256 shift = _mm256_set1_ps(16384.0f);
+  const __m256i small = _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(magnitude, shift)), _mm256_castps_si256(shift));
+  const __m256 is_small = _mm256_cmp_ps(magnitude, _mm256_set1_ps(0x1p-6f), _CMP_LT_OQ);
+  __m256i code = _mm256_blendv_epi8(normal, small, _mm256_castps_si256(is_small));
+  code = _mm256_blendv_epi8(code, all(0x7f), _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+  code = _mm256_or_si256(code, _mm256_and_si256(_mm256_srli_epi32(_mm256_castps_si256(x), 24), all(0x80)));
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(code), _mm256_extracti128_si256(code, 1));
+  return _mm_packus_epi16(words, words);
+}
+
 template <typename C>
 void store_row(C* out, const float* x, int64_t count, float scale) {
-  for (int64_t i = 0; i < count; ++i) store(out + i, x[i] / scale);
+  int64_t i = 0;
+  if constexpr (std::is_same_v<C, c10::Float8_e4m3fn>) {
+    for (; i + 8 <= count; i += 8) {
+      const __m256 scaled = _mm256_div_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(scale));
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(out + i), e4m3_codes(scaled));
+    }
+  }
+  for (; i < count; ++i) store(out + i, x[i] / scale);
 }
 
 }  // namespace strata

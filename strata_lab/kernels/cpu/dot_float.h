@@ -1,5 +1,5 @@
-// Panels of fp32, bf16 or fp8 weights times fp32 rows. Every output is one chain of fused multiply-adds over the columns
-// in their order, in the small-T kernel as in the tiled one, so results are bitwise the same whatever T, build or batch.
+// Panels of fp32, bf16 or fp8 weights times fp32 rows. Every output is one chain of fused multiply-adds over the
+// columns in their order, in the small-T kernel as in the tiled one: bitwise the same whatever T, build or batch.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,9 @@ namespace strata {
 // How one format stores columns, in steps of kColumns: `expand` gives kColumns registers of 8 rows.
 struct Fp32Columns {
   static constexpr int kColumns = 1, kStepBytes = 32;
-  static inline void expand(const uint8_t* w, __m256* out) { out[0] = _mm256_loadu_ps(reinterpret_cast<const float*>(w)); }
+  static inline void expand(const uint8_t* w, __m256* out) {
+    out[0] = _mm256_loadu_ps(reinterpret_cast<const float*>(w));
+  }
 };
 
 struct Bf16Columns {  // [K / 2, 8 rows, 2 columns]: the first column in the low half of each lane
@@ -64,12 +66,14 @@ template <typename Format>
 void float_small(const uint8_t* w, int64_t panel_bytes, int64_t panels, const float* x, int64_t x_stride, int64_t count,
                  int64_t steps, float* y, int64_t y_stride) {
   using Kernel = void (*)(const uint8_t*, int64_t, const float*, int64_t, int64_t, float*, int64_t);
-  static constexpr Kernel wide[] = {float_panels<Format, 1, 4>, float_panels<Format, 2, 4>, float_panels<Format, 3, 2>,
-                                    float_panels<Format, 4, 2>};
-  static constexpr int widths[] = {4, 4, 2, 2, 1, 1, 1, 1};
-  static constexpr Kernel single[] = {float_panels<Format, 1, 1>, float_panels<Format, 2, 1>, float_panels<Format, 3, 1>,
-                                      float_panels<Format, 4, 1>, float_panels<Format, 5, 1>, float_panels<Format, 6, 1>,
-                                      float_panels<Format, 7, 1>, float_panels<Format, 8, 1>};
+  static constexpr int widths[8] = {4, 4, 2, 2, 1, 1, 1, 1};
+  static constexpr Kernel wide[4] = {
+      float_panels<Format, 1, 4>, float_panels<Format, 2, 4>, float_panels<Format, 3, 2>, float_panels<Format, 4, 2>,
+  };
+  static constexpr Kernel single[8] = {
+      float_panels<Format, 1, 1>, float_panels<Format, 2, 1>, float_panels<Format, 3, 1>, float_panels<Format, 4, 1>,
+      float_panels<Format, 5, 1>, float_panels<Format, 6, 1>, float_panels<Format, 7, 1>, float_panels<Format, 8, 1>,
+  };
   for (int64_t t = 0; t < count; t += 8) {
     const int64_t block = std::min<int64_t>(count - t, 8);
     const float* rows = x + t * x_stride;
@@ -85,8 +89,8 @@ void float_small(const uint8_t* w, int64_t panel_bytes, int64_t panels, const fl
   }
 }
 
-// Large T: a strip of panels is expanded to fp32 once for all rows, kDepth columns at a time (so that the strip stays in
-// the first-level cache), and multiplied in register tiles of kTileRows rows.
+// Large T: a strip of panels is expanded to fp32 once for all rows, kDepth columns at a time (so that the strip stays
+// in the first-level cache), and multiplied in register tiles of kTileRows rows.
 #ifdef __AVX512F__
 using Vec = __m512;
 constexpr int kTileRows = 12, kStripPanels = 4, kVecFloats = 16;
@@ -131,10 +135,24 @@ void tile(const float* x, int64_t x_stride, const float* strip, int64_t depth, f
 }
 
 template <int M>
-void tile_rest(int64_t rows, const float* x, int64_t x_stride, const float* strip, int64_t depth, float* y, int64_t y_stride) {
+void tile_rest(int64_t rows, const float* x, int64_t x_stride, const float* strip, int64_t depth, float* y,
+               int64_t y_stride) {
   if constexpr (M > 0) {
     if (rows == M) return tile<M>(x, x_stride, strip, depth, y, y_stride);
     tile_rest<M - 1>(rows, x, x_stride, strip, depth, y, y_stride);
+  }
+}
+
+// `steps` steps of one panel as fp32, its columns kStrip apart.
+template <typename Format>
+void expand_panel(const uint8_t* w, int64_t steps, float* out) {
+  for (int64_t step = 0; step < steps; ++step) {
+    if (step % 2 == 0) prefetch(w, step * Format::kStepBytes + kFloatAheadBytes);
+    __m256 columns[Format::kColumns];
+    Format::expand(w + step * Format::kStepBytes, columns);
+    for (int c = 0; c < Format::kColumns; ++c) {
+      _mm256_store_ps(out + (step * Format::kColumns + c) * kStrip, columns[c]);
+    }
   }
 }
 
@@ -145,18 +163,14 @@ void float_large(const uint8_t* w, int64_t panel_bytes, int64_t panels, const fl
   alignas(64) static thread_local float strip[kDepth * kStrip];
   constexpr int kColumns = Format::kColumns;
   constexpr int64_t kBlock = kDepth / kColumns;
-  for (int64_t t = 0; t < count; ++t) std::fill_n(y + t * y_stride, (panels + kStripPanels - 1) / kStripPanels * kStrip, 0.0f);
+  const int64_t width = (panels + kStripPanels - 1) / kStripPanels * kStrip;
+  for (int64_t t = 0; t < count; ++t) std::fill_n(y + t * y_stride, width, 0.0f);
   for (int64_t first = 0; first < steps; first += kBlock) {
     const int64_t block = std::min(steps - first, kBlock), depth = block * kColumns;
     for (int64_t p = 0; p < panels; p += kStripPanels) {
-      for (int64_t lane = 0; lane < kStripPanels; ++lane) {
-        const uint8_t* source = w + std::min(p + lane, panels - 1) * panel_bytes + first * Format::kStepBytes;
-        for (int64_t s = 0; s < block; ++s) {
-          if (s % 2 == 0) prefetch(source, s * Format::kStepBytes + kFloatAheadBytes);
-          __m256 columns[kColumns];
-          Format::expand(source + s * Format::kStepBytes, columns);
-          for (int c = 0; c < kColumns; ++c) _mm256_store_ps(strip + (s * kColumns + c) * kStrip + 8 * lane, columns[c]);
-        }
+      for (int64_t lane = 0; lane < kStripPanels; ++lane) {  // past the last panel: any numbers, they are not used
+        const int64_t panel = std::min(p + lane, panels - 1);
+        expand_panel<Format>(w + panel * panel_bytes + first * Format::kStepBytes, block, strip + lane * kPanelRows);
       }
       const float* x_block = x + first * kColumns;
       float* y_strip = y + p * kPanelRows;
@@ -164,7 +178,8 @@ void float_large(const uint8_t* w, int64_t panel_bytes, int64_t panels, const fl
       for (; t + kTileRows <= count; t += kTileRows) {
         tile<kTileRows>(x_block + t * x_stride, x_stride, strip, depth, y_strip + t * y_stride, y_stride);
       }
-      tile_rest<kTileRows - 1>(count - t, x_block + t * x_stride, x_stride, strip, depth, y_strip + t * y_stride, y_stride);
+      const float* x_rest = x_block + t * x_stride;
+      tile_rest<kTileRows - 1>(count - t, x_rest, x_stride, strip, depth, y_strip + t * y_stride, y_stride);
     }
   }
 }

@@ -23,6 +23,11 @@ template <int T>
 inline void int4_group(const uint8_t* w, const int8_t* x, int64_t stride, __m256i sums[T]) {
   const __m256i nibble = _mm256_set1_epi8(15);
   for (int t = 0; t < T; ++t) sums[t] = _mm256_setzero_si256();
+#ifdef STRATA_VNNI
+  constexpr bool kTwoChains = T <= 4;  // with few rows the latency of one chain of dot products would show
+  __m256i more[T];
+  for (int t = 0; t < T; ++t) more[t] = _mm256_setzero_si256();
+#endif
 #pragma GCC unroll 4
   for (int step = 0; step < 4; ++step) {
     const __m256i packed = load256(w + 32 * step);
@@ -33,7 +38,9 @@ inline void int4_group(const uint8_t* w, const int8_t* x, int64_t stride, __m256
       const __m256i x_low = broadcast4(x + t * stride + 4 * step);
       const __m256i x_high = broadcast4(x + t * stride + 16 + 4 * step);
 #ifdef STRATA_VNNI
-      sums[t] = dot4(dot4(sums[t], low, x_low), high, x_high);
+      __m256i& high_sums = kTwoChains ? more[t] : sums[t];
+      sums[t] = dot4(sums[t], low, x_low);
+      high_sums = dot4(high_sums, high, x_high);
 #else
       // 16-bit lanes hold at most 16 products of 15 * 128 = 30,720: no saturation, no overflow
       sums[t] = _mm256_add_epi16(sums[t], _mm256_maddubs_epi16(low, x_low));
@@ -41,7 +48,9 @@ inline void int4_group(const uint8_t* w, const int8_t* x, int64_t stride, __m256
 #endif
     }
   }
-#ifndef STRATA_VNNI
+#ifdef STRATA_VNNI
+  for (int t = 0; t < T; ++t) sums[t] = _mm256_add_epi32(sums[t], more[t]);
+#else
   for (int t = 0; t < T; ++t) sums[t] = _mm256_madd_epi16(sums[t], _mm256_set1_epi16(1));
 #endif
 }
@@ -132,10 +141,13 @@ constexpr int64_t kIntBlock = 8;
 
 // All rows first .. first + count - 1, in blocks of at most kIntBlock.
 template <bool kInt4>
-void int_panel_rows(const IntPanel& panel, const IntRows& rows, int64_t first, int64_t count, float* y, int64_t y_stride) {
+void int_panel_rows(const IntPanel& panel, const IntRows& rows, int64_t first, int64_t count, float* y,
+                    int64_t y_stride) {
   using Kernel = void (*)(const IntPanel&, const IntRows&, int64_t, float*, int64_t);
-  static constexpr Kernel kernels[] = {int_panel<kInt4, 1>, int_panel<kInt4, 2>, int_panel<kInt4, 3>, int_panel<kInt4, 4>,
-                                       int_panel<kInt4, 5>, int_panel<kInt4, 6>, int_panel<kInt4, 7>, int_panel<kInt4, 8>};
+  static constexpr Kernel kernels[kIntBlock] = {
+      int_panel<kInt4, 1>, int_panel<kInt4, 2>, int_panel<kInt4, 3>, int_panel<kInt4, 4>,
+      int_panel<kInt4, 5>, int_panel<kInt4, 6>, int_panel<kInt4, 7>, int_panel<kInt4, 8>,
+  };
   for (int64_t t = 0; t < count; t += kIntBlock) {
     const int64_t block = std::min(count - t, kIntBlock);
     kernels[block - 1](panel, rows, first + t, y + t * y_stride, y_stride);

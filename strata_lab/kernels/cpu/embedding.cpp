@@ -53,8 +53,8 @@ float element(const Weights& w, int64_t panel, int64_t lane, int64_t c) {
 
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& data, const std::optional<at::Tensor>& scales,
                      const std::optional<at::Tensor>& mins, int64_t n, int64_t k) {
-  TORCH_CHECK_VALUE(ids.dim() == 1 && ids.scalar_type() == at::kLong, "ids must be int64 [T], not ", ids.scalar_type(), " ",
-                    ids.sizes());
+  TORCH_CHECK_VALUE(ids.dim() == 1 && ids.scalar_type() == at::kLong, "ids must be int64 [T], not ", ids.scalar_type(),
+                    " ", ids.sizes());
   const Weights w = as_weights(data, scales, mins, n, k);
   const at::Tensor rows = ids.contiguous();
   const int64_t* id = rows.const_data_ptr<int64_t>();

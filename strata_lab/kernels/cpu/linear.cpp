@@ -1,6 +1,6 @@
 // strata::linear: y = epilogue(prologue(x) @ w.T) with packed weights. The prologue (RMSNorm, quantization) runs once
-// per row; then one parallel region takes blocks of panels, and finishes each block (bias, SiLU gate, residual) while it
-// is in the cache.
+// per row; then one parallel region takes blocks of panels, and finishes each block (bias, SiLU gate, residual) while
+// it is in the cache.
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -90,7 +90,8 @@ template <typename Columns>
 void float_block(const Weights& w, const uint8_t* data, int64_t panels, const float* x, int64_t x_stride, int64_t count,
                  bool large, float* y, int64_t y_stride) {
   const int64_t steps = w.columns / Columns::kColumns;
-  (large ? float_large<Columns> : float_small<Columns>)(data, w.panel_bytes, panels, x, x_stride, count, steps, y, y_stride);
+  const auto run = large ? float_large<Columns> : float_small<Columns>;
+  run(data, w.panel_bytes, panels, x, x_stride, count, steps, y, y_stride);
 }
 
 // y [count, y_stride] = rows first.. of x times `panels` panels from `panel` on, nothing applied yet.
@@ -155,8 +156,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& data, const std::option
                   const std::optional<at::Tensor>& mins, int64_t n, const std::optional<at::Tensor>& bias,
                   const std::optional<at::Tensor>& norm_weight, double norm_eps,
                   const std::optional<at::Tensor>& residual, bool silu_mul) {
-  TORCH_CHECK_VALUE(x.dim() == 2 && x.scalar_type() == at::kFloat, "x must be float32 [T, K], not ", x.scalar_type(), " ",
-                    x.sizes());
+  TORCH_CHECK_VALUE(x.dim() == 2 && x.scalar_type() == at::kFloat, "x must be float32 [T, K], not ", x.scalar_type(),
+                    " ", x.sizes());
   TORCH_CHECK_VALUE(!silu_mul || n % (2 * kPanelRows) == 0, "silu_mul needs N divisible by 16, not ", n);
   const at::Tensor rows = x.contiguous();
   const Weights w = as_weights(data, scales, mins, n, x.size(1));
