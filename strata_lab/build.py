@@ -16,7 +16,7 @@ import torch
 from strata_lab.apply import Fallback
 from strata_lab.block_manager import BlockManager
 from strata_lab.config import ConfigError, EngineConfig, Optimizations
-from strata_lab.graph_runner import CompiledStep, CudaGraphStep
+from strata_lab.graph_runner import CapturedStep, CompiledStep, CpuRecorder, CudaRecorder
 from strata_lab.kernels import bind
 from strata_lab.kv_cache import KVCache, block_bytes
 from strata_lab.layers.rotary import rotary_table
@@ -225,10 +225,11 @@ class Builder:
             if fallback not in self.fallbacks:
                 self.fallbacks.append(fallback)
             return eager
-        on_cpu = self.device.type == "cpu"
-        step = CompiledStep(eager, whole_model=self.config.compile_whole_model) if on_cpu else CudaGraphStep(eager)
-        task = "compiling the decode step" if on_cpu else "capturing the decode step"
-        step.prepare(lambda fraction: self.progress(task, fraction))
+        if self.device.type == "cpu" and self.config.capture == "inductor":
+            step: CompiledStep | CapturedStep = CompiledStep(eager)
+        else:
+            step = CapturedStep(eager, CudaRecorder() if self.device.type == "cuda" else CpuRecorder())
+        step.prepare(lambda fraction: self.progress("capturing the decode step", fraction))
         return step
 
     def why_not_captured(self) -> str:

@@ -23,6 +23,7 @@ BLOCK_SIZES = (8, 16, 32)
 WEIGHT_FORMATS = ("bf16", "fp32", "fp8", "int8", "int4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+CAPTURES = ("replay", "inductor")
 
 
 class ConfigError(ValueError):
@@ -112,7 +113,7 @@ class Optimizations:
 
     cuda_graph: bool = _toggle(
         "Replay the decode step from a capture instead of launching it op by op "
-        "(a CUDA graph on a GPU, a step compiled by inductor on a CPU).",
+        "(a CUDA graph on a GPU, recorded operator calls on a CPU).",
         default=True, off=False,
     )  # fmt: skip
     fused_kernels: bool = _toggle(
@@ -199,8 +200,8 @@ class EngineConfig:
         dtype: dtype of activations; "auto" is bfloat16 on CUDA and float32 on CPU.
         block_size: tokens per KV block.
         num_kv_blocks: size of the pool; None sizes it from free memory.
-        compile_whole_model: on a CPU, compile all layers as one graph instead of one layer that all share: about ten
-            times slower to compile, a little faster to run.
+        capture: how `cuda_graph` is made on a CPU: "replay" records the operator calls of a step and repeats them,
+            "inductor" has torch.compile turn the step into one graph (minutes the first time; for comparison).
         seed: seeds random weights of presets and requests that carry no seed.
         optimizations: the toggles at start.
     """
@@ -210,7 +211,7 @@ class EngineConfig:
     dtype: str = "auto"
     block_size: int = 16
     num_kv_blocks: int | None = None
-    compile_whole_model: bool = False
+    capture: str = "replay"
     seed: int = 0
     optimizations: Optimizations = field(default_factory=Optimizations)
 
@@ -222,7 +223,7 @@ class EngineConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("block_size", self.block_size, BLOCK_SIZES)
         check_whole("block_size", self.block_size, BLOCK_SIZES[0], 16)  # 16.0 equals a legal size and is none
-        _one_of("compile_whole_model", self.compile_whole_model, (False, True))
+        _one_of("capture", self.capture, CAPTURES)
         check_whole("seed", self.seed, 0, 42)
         if self.num_kv_blocks is not None:
             check_whole("num_kv_blocks", self.num_kv_blocks, 1, 64)

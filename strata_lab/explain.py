@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 _SHARED = {
-    "continuous_batching": "New requests join the running batch at the next step; off makes them wait for the whole batch.",
+    "continuous_batching": "New requests join the running batch at the next step; off makes them wait for all of it.",
     "max_num_seqs": "More requests share one reading of the weights: total tok/s rises, tok/s per stream falls.",
-    "max_num_batched_tokens": "Long prompts are sliced to this budget, so running streams stall for less time per step.",
+    "max_num_batched_tokens": "Long prompts are sliced to this budget, so running streams stall less per step.",
     "max_model_len": "Bounds one request; the KV pool must hold at least one request of this length.",
 }
 _CPU = {
-    "cuda_graph": "The decode step is compiled by inductor, so Python no longer runs between its operators.",
+    "cuda_graph": "The decode step is recorded once per batch size and replayed: no Python, no dispatch, no allocation "
+    "between its operators, as with a CUDA graph.",
     "fused_kernels": "Norm, bias, SiLU and residual run inside the products, q/k/v and gate/up are one product each.",
     "weight_format": "Decode reads every weight once per token: half the bytes is up to twice the speed. int8 and int4 "
     "also quantize activations to 8 bits per 32 values.",
@@ -17,9 +18,9 @@ _CPU = {
     "gpu_memory_utilization": "Share of the free main memory; the KV pool also never takes more than its CPU cap.",
 }
 _CUDA = {
-    "cuda_graph": "Decode steps replay a captured CUDA graph per batch size instead of launching each kernel from Python.",
+    "cuda_graph": "Decode steps replay a CUDA graph per batch size instead of launching each kernel from Python.",
     "fused_kernels": "q/k/v and gate/up are one product each, with the same operators as the unfused step otherwise.",
-    "weight_format": "Fewer bytes per weight; products dequantize with plain torch, which costs more than it saves so far.",
+    "weight_format": "Fewer bytes per weight; products dequantize with plain torch, which costs more than it saves yet.",
     "kv_cache_dtype": "fp8 holds twice the tokens of bf16 and halves what attention reads at long context.",
     "gpu_memory_utilization": "Share of the card's memory for weights, KV pool and workspace together.",
 }

@@ -1,8 +1,9 @@
-"""The decode step without Python between its operators: compiled on a CPU, captured on a GPU.
+"""The decode step without Python between its operators: captured once per shape, then replayed.
 
-Both have `EagerStep`'s interface and hand every step that is not pure decode to it. On a CPU inductor compiles one
-layer and all layers share it (or the whole model as one graph: slower to compile, a little faster to run); results
-are cached on disk. On a GPU a CUDA graph is captured per batch bucket, on first use. Nothing here knows toggles.
+A capture is a list of operator calls at fixed addresses. On a GPU it is a CUDA graph; on a CPU it is the same thing kept
+by `kernels/cpu/replay.cpp`. A step copies its inputs into the captured addresses and replays; rows that only pad write
+nowhere (slot -1) and read one slot. Steps that are not pure decode go to `EagerStep`. `CompiledStep` is the alternative that
+inductor offers on a CPU. Nothing here knows toggles.
 """
 
 from __future__ import annotations
@@ -10,38 +11,166 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from strata_lab.layers.attention import LayerKV, StepContext
-from strata_lab.layers.weights import LayerWeights
-from strata_lab.models.base import CausalLM
-from strata_lab.runner import EagerStep, StepInputs, step_context
+from strata_lab.runner import EagerStep, StepInputs
 
-GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)  # few, captured lazily: a graph costs memory and capture time
+GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)  # few on a GPU: each graph costs memory and capture time
+MIN_TABLE_WIDTH = 16  # blocks; wider tables are captured in powers of two
+
+
+class Recorder(Protocol):
+    """Captures what a function does to device memory."""
+
+    def bucket(self, num_seqs: int) -> int:
+        """The batch size to capture for `num_seqs` requests; 0 for more than a capture is worth."""
+        ...
+
+    def record(self, work: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
+        """Run `work` once; return what replays it, and its result, whose memory every replay writes anew."""
+        ...
+
+
+@dataclass
+class _Capture:
+    replay: Callable[[], None]
+    inputs: StepInputs
+    logits: Tensor
+
+
+class CapturedStep:
+    """A decode step that is replayed, one capture per (batch size, block-table width).
+
+    Args:
+        eager: the step it captures, and leaves everything but pure decode to.
+        recorder: how this device captures.
+    """
+
+    def __init__(self, eager: EagerStep, recorder: Recorder) -> None:
+        self.eager, self.recorder = eager, recorder
+        self._captures: dict[tuple[int, int], _Capture] = {}
+
+    def prepare(self, progress: Callable[[float], None]) -> None:
+        """Capture the step of one request; others are captured when they are first needed."""
+        with torch.inference_mode():
+            self._capture(1, MIN_TABLE_WIDTH)
+        progress(1.0)
+
+    def __call__(self, inputs: StepInputs) -> Tensor:
+        """[S, V] float32; valid until the next step."""
+        num_seqs, width = inputs.block_tables.shape
+        bucket = self.recorder.bucket(num_seqs)
+        if inputs.max_q_len > 1 or not bucket:
+            return self.eager(inputs)
+        key = bucket, max(MIN_TABLE_WIDTH, 1 << (width - 1).bit_length())
+        capture = self._captures.get(key) or self._capture(*key)
+        _fill(capture.inputs, inputs)
+        capture.replay()
+        logits = capture.logits[:num_seqs]
+        samples = inputs.sample_rows
+        return (
+            logits if samples.shape[0] == num_seqs else logits[samples]
+        )  # a prompt slice of one token samples nothing
+
+    def _capture(self, num_seqs: int, width: int) -> _Capture:
+        device = self.eager.model.rotary[0].device
+        inputs = StepInputs.idle(num_seqs, width, device)
+        replay, logits = self.recorder.record(lambda: self.eager.every_row(inputs), device)
+        self._captures[num_seqs, width] = _Capture(replay, inputs, logits)
+        return self._captures[num_seqs, width]
+
+
+class CudaRecorder:
+    """CUDA graphs that share one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def bucket(self, num_seqs: int) -> int:
+        """The next captured batch size; 0 above the largest."""
+        return next((b for b in GRAPH_BATCHES if b >= num_seqs), 0)
+
+    def record(self, work: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
+        """Warm up on a side stream, then capture."""
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            work()  # loads kernels and workspaces, which a capture may not do
+        torch.cuda.current_stream(device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: another thread may be building new weights meanwhile, which allocates
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = work()
+        self._pool = self._pool or graph.pool()
+        return graph.replay, result
+
+
+class CpuRecorder:
+    """Lists of C++ operator calls (`kernels/cpu/replay.h`)."""
+
+    def __init__(self) -> None:
+        from strata_lab.kernels.cpu.build import load
+
+        self._ops = load()
+
+    def bucket(self, num_seqs: int) -> int:
+        """Every batch size is captured as it is: a capture takes milliseconds and a few hundred kilobytes."""
+        return num_seqs
+
+    def record(self, work: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
+        """Run once with the capture open; anything but our operators and views is refused."""
+        ops, handle = self._ops, self._ops.capture_begin()
+        try:
+            with _OnlyOurOperators():
+                result = work()
+        except BaseException:
+            ops.capture_end()
+            ops.capture_free(handle)
+            raise
+        ops.capture_end()
+        return _Program(ops, handle), result
+
+
+class _Program:
+    """A captured list of calls; frees it with itself."""
+
+    def __init__(self, ops: Any, handle: int) -> None:
+        self._ops, self._handle = ops, handle
+
+    def __call__(self) -> None:
+        self._ops.replay(self._handle)
+
+    def __del__(self) -> None:
+        self._ops.capture_free(self._handle)
+
+
+class _OnlyOurOperators(TorchDispatchMode):
+    """Refuses operators that a CPU capture would miss: their results would be stale at every replay."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace not in ("strata", "strata_avx2") and not func.is_view:
+            raise RuntimeError(f"{func} cannot be captured on a CPU; give it an operator in kernels/")
+        return func(*args, **(kwargs or {}))
 
 
 class CompiledStep:
-    """A decode step through torch.compile (inductor).
+    """The whole decode step as one graph compiled by inductor; results are cached on disk.
 
-    Args:
-        eager: the step it replaces, and falls back to for prefill.
-        whole_model: compile all layers as one graph instead of one layer shared by all.
+    Slower to make than a capture by minutes, and to run by the Python that inductor keeps between our operators; kept to
+    measure that, and for compositions with many small torch operators (docs/experiments.md).
     """
 
-    def __init__(self, eager: EagerStep, *, whole_model: bool = False) -> None:
-        self.eager = eager
+    def __init__(self, eager: EagerStep) -> None:
         import platformdirs  # here, so that a GPU machine needs only torch
 
         # Inductor's own default is a folder under /tmp, which a reboot empties.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", platformdirs.user_cache_dir("strata_lab") + "/inductor")
-        body = self._whole if whole_model else self._by_layer
-        self._layer = torch.compile(_layer, dynamic=True, fullgraph=True) if not whole_model else _layer
-        self._run: Callable[[StepInputs], Tensor] = (
-            torch.compile(body, dynamic=True, fullgraph=True) if whole_model else body
-        )
+        self.eager = eager
+        self._run = torch.compile(eager.every_row, dynamic=True, fullgraph=True)
 
     def prepare(self, progress: Callable[[float], None]) -> None:
         """Compile now, for one request and for several, so that no later step waits for it."""
@@ -54,79 +183,7 @@ class CompiledStep:
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         """[S, V] float32."""
-        return self._run(inputs) if inputs.max_q_len == 1 else self.eager(inputs)
-
-    def _by_layer(self, inputs: StepInputs) -> Tensor:
-        model, kv = self.eager.model, self.eager.kv
-        step = step_context(model, inputs)
-        x = model.embed(inputs.input_ids, self.eager.dtype)
-        for index, weights in enumerate(model.weights.layers):
-            x = self._layer(model, x, weights, step, kv.layer(index))
-        return model.logits(x[inputs.sample_rows])
-
-    def _whole(self, inputs: StepInputs) -> Tensor:
-        return self.eager(inputs)
-
-
-def _layer(model: CausalLM, x: Tensor, weights: LayerWeights, step: StepContext, kv: LayerKV) -> Tensor:
-    # No layer index among the arguments: inductor would compile one graph for each value.
-    return model.layer(x, weights, step, kv)
-
-
-@dataclass
-class _Capture:
-    graph: torch.cuda.CUDAGraph
-    inputs: StepInputs
-    logits: Tensor
-
-
-class CudaGraphStep:
-    """A decode step replayed from a CUDA graph, one per (batch bucket, block-table width bucket).
-
-    Inputs are copied into the addresses that were captured; padding rows write nowhere (slot -1) and read one slot.
-    """
-
-    def __init__(self, eager: EagerStep) -> None:
-        self.eager = eager
-        self._captures: dict[tuple[int, int], _Capture] = {}
-        self._pool: Any = None  # memory that all captures share
-
-    def prepare(self, progress: Callable[[float], None]) -> None:
-        """Capture the graph of one request; others are captured when they are first needed."""
-        self._capture(1, 16)
-        progress(1.0)
-
-    def __call__(self, inputs: StepInputs) -> Tensor:
-        """[S, V] float32."""
-        if inputs.max_q_len > 1 or inputs.input_ids.shape[0] > GRAPH_BATCHES[-1]:
-            return self.eager(inputs)
-        num_seqs, width = inputs.block_tables.shape
-        key = (next(b for b in GRAPH_BATCHES if b >= num_seqs), _power_of_two(width))
-        capture = self._captures.get(key) or self._capture(*key)
-        _fill(capture.inputs, inputs)
-        capture.graph.replay()
-        return capture.logits[:num_seqs]
-
-    def _capture(self, num_seqs: int, width: int) -> _Capture:
-        device = self.eager.model.rotary[0].device
-        inputs = StepInputs.idle(num_seqs, width, device)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.inference_mode(), torch.cuda.stream(side):
-            self.eager(inputs)  # loads kernels and workspaces, which a capture may not do
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: another thread may be building new weights meanwhile, which allocates.
-        mode = "thread_local"
-        with torch.inference_mode(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode):
-            logits = self.eager(inputs)
-        self._pool = self._pool or graph.pool()
-        self._captures[num_seqs, width] = _Capture(graph, inputs, logits)
-        return self._captures[num_seqs, width]
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(4, (n - 1).bit_length())
+        return self._run(inputs)[inputs.sample_rows] if inputs.max_q_len == 1 else self.eager(inputs)
 
 
 def _fill(static: StepInputs, inputs: StepInputs) -> None:
@@ -134,8 +191,9 @@ def _fill(static: StepInputs, inputs: StepInputs) -> None:
     num_seqs, width = inputs.block_tables.shape
     static.input_ids[:num_seqs].copy_(inputs.input_ids)
     static.positions[:num_seqs].copy_(inputs.positions)
-    static.slot_mapping.fill_(-1)
-    static.slot_mapping[:num_seqs].copy_(inputs.slot_mapping)
     static.block_tables[:num_seqs, :width].copy_(inputs.block_tables)
-    static.seq_lens.fill_(1)
+    if static.input_ids.shape[0] > num_seqs:
+        static.slot_mapping.fill_(-1)
+        static.seq_lens.fill_(1)
+    static.slot_mapping[:num_seqs].copy_(inputs.slot_mapping)
     static.seq_lens[:num_seqs].copy_(inputs.seq_lens)

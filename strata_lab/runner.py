@@ -109,21 +109,23 @@ class EagerStep:
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         """[S, V] float32."""
-        model = self.model
-        step = step_context(model, inputs)
+        return self.model.logits(self.hidden(inputs)[inputs.sample_rows])
+
+    def every_row(self, inputs: StepInputs) -> Tensor:
+        """Logits of all T rows, [T, V] float32: what a capture records, whose rows cannot be chosen afterwards."""
+        return self.model.logits(self.hidden(inputs))
+
+    def hidden(self, inputs: StepInputs) -> Tensor:
+        """Hidden states before the final norm, [T, hidden]."""
+        model, ops = self.model, self.model.ops
+        cos, sin = (ops.take_rows(table, inputs.positions) for table in model.rotary)
+        step = StepContext(
+            cos, sin, inputs.slot_mapping, inputs.block_tables, inputs.seq_lens, inputs.cu_seqlens_q, inputs.max_q_len
+        )
         x = model.embed(inputs.input_ids, self.dtype)
         for index, weights in enumerate(model.weights.layers):
             x = model.layer(x, weights, step, self.kv.layer(index))
-        return model.logits(x[inputs.sample_rows])
-
-
-def step_context(model: CausalLM, inputs: StepInputs) -> StepContext:
-    """What the layers share, with the rotary factors of this step's positions."""
-    cos, sin = model.rotary
-    return StepContext(
-        cos[inputs.positions], sin[inputs.positions], inputs.slot_mapping, inputs.block_tables, inputs.seq_lens,
-        inputs.cu_seqlens_q, inputs.max_q_len,
-    )  # fmt: skip
+        return x
 
 
 @dataclass(frozen=True, slots=True)

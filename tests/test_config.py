@@ -178,7 +178,7 @@ def test_options_override_the_optimizations_given_beside_them() -> None:
         ({"num_kv_blocks": 2.5}, "num_kv_blocks=2.5 must be a whole number"),
         ({"seed": -1}, "seed=-1 must be a whole number of at least 0; try 42"),
         ({"seed": None}, "seed=None must be a whole number"),
-        ({"compile_whole_model": "yes"}, "compile_whole_model='yes' must be one of False, True; try False"),
+        ({"capture": "yes"}, "capture='yes' must be one of replay, inductor; try 'replay'"),
         ({"optimizations": {"cuda_graph": False}}, r"must be an Optimizations; try Optimizations\(\)"),
     ],
     ids=str,

@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     formats = args.formats.split(",")
     environment = Environment.now("cpu", sizes.threads)
     scratch = user_cache_path("strata_lab", ensure_exists=True)
-    options = {"device": "cpu", "weight_format": formats[0], "compile_whole_model": args.compile_whole_model}
+    options = {"device": "cpu", "weight_format": formats[0], "capture": args.capture}
     with LLMEngine(args.model, max_num_batched_tokens=max(512, sizes.prompt_tokens), **options) as engine:
         path = find_model(args.model)
         assert path is not None, "the engine has just opened it"

@@ -3,9 +3,9 @@
     python -m strata_lab.bench.kernels_cpu [--formats int4 int8] [--rows 1 8 128] [--isa avx2]
 
 Per format and number of rows T it times each product over all 30 layers (so weights come from where they come from in a
-model, not from the first-level cache) and the whole step, the LM head included. Best of several interleaved rounds: the
-machine is shared. Weights are random; attention, sampling and Python between the products are not in it, so the implied
-tokens per second are ceilings.
+model, not from the first-level cache) and the whole step, the LM head included. Best of several interleaved rounds, a
+plain read of as many bytes among them: percentages refer to that. Weights are random; attention, sampling and Python
+between the products are not in it, so the implied tokens per second are ceilings.
 """
 
 from __future__ import annotations
@@ -91,22 +91,17 @@ def best_times(functions: list[Callable[[], object]], rounds: int = ROUNDS) -> l
     return best
 
 
-def read_bandwidth(nbytes: int) -> float:
-    """Bytes a second at which all threads read `nbytes` again and again (cache included where it fits)."""
-    numbers = torch.ones(nbytes // 4)
-    return nbytes / best_times([numbers.sum])[0]
-
-
 def report(weight_format: str, rows: list[int], isa: build.Isa) -> Iterator[str]:
     """Lines of the table of one format."""
-    op = build.load(isa).linear.default
+    ops = build.load(isa)
     products = smollm2_products(weight_format)
     total = sum(product.nbytes for product in products)
-    bandwidth = read_bandwidth(total)
-    yield f"{weight_format}: {total / 1e6:.1f} MB of weights, read bandwidth {bandwidth / 1e9:.1f} GB/s, isa {isa}"
+    roof = torch.ones(total // 4)  # as large as the weights, so as much of it is in the cache
+    yield f"{weight_format}: {total / 1e6:.1f} MB of weights, isa {isa}, {torch.get_num_threads()} threads"
     for count in rows:
-        runs: list[Callable[[], object]] = [product.step(op, count) for product in products]
-        times = best_times(runs)
+        runs: list[Callable[[], object]] = [product.step(ops.linear.default, count) for product in products]
+        *times, probe = best_times([*runs, lambda: ops.read_probe(roof)])
+        bandwidth = total / probe
         for product, seconds in zip(products, times, strict=True):
             n, k = product.weights[0].shape
             layers = len(product.weights)
@@ -117,7 +112,10 @@ def report(weight_format: str, rows: list[int], isa: build.Isa) -> Iterator[str]
                 f"{100 * rate / bandwidth:5.0f}% {flops / seconds / 1e9:7.0f} GFLOP/s"
             )
         step = sum(times)
-        yield f"  T={count:<4} step     {step * 1e3:9.2f} ms  ceiling {count / step:8.0f} tok/s"
+        yield (
+            f"  T={count:<4} step     {step * 1e3:9.2f} ms  {total / step / 1e9:6.1f} GB/s {100 * probe / step:5.0f}% "
+            f"of {bandwidth / 1e9:.1f} GB/s read, ceiling {count / step:.0f} tok/s"
+        )
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """The operators models are made of, and the one place that chooses who computes them.
 
-`bind` turns a backend's name into an `Ops`: ten callables that a model is given and calls. Which function stands
+`bind` turns a backend's name into an `Ops`: twelve callables that a model is given and calls. Which function stands
 behind a name is written in `OPERATORS` as an import string, so importing this package imports no kernel and compiles
 nothing; binding the "cpu" backend does. It knows no toggles: those are read in `build.py`.
 """
@@ -22,8 +22,10 @@ _HERE = "strata_lab.kernels"
 # operator -> backend -> "module:function". A backend without a kernel of its own names the reference here.
 OPERATORS: dict[str, dict[str, str]] = {
     "rms_norm": {"reference": f"{_HERE}.rms_norm:rms_norm_ref", "cpu": f"{_HERE}.rms_norm:rms_norm_cpu"},
-    "rope": {"reference": f"{_HERE}.rope:rope_ref", "cpu": f"{_HERE}.rope:rope_ref"},
-    "silu_mul": {"reference": f"{_HERE}.silu_mul:silu_mul_ref", "cpu": f"{_HERE}.silu_mul:silu_mul_ref"},
+    "rope": {"reference": f"{_HERE}.rope:rope_ref", "cpu": f"{_HERE}.rope:rope_cpu"},
+    "silu_mul": {"reference": f"{_HERE}.silu_mul:silu_mul_ref", "cpu": f"{_HERE}.silu_mul:silu_mul_cpu"},
+    "add": {"reference": f"{_HERE}.add:add_ref", "cpu": f"{_HERE}.add:add_cpu"},
+    "take_rows": {"reference": f"{_HERE}.take_rows:take_rows_ref", "cpu": f"{_HERE}.take_rows:take_rows_cpu"},
     "linear": {"reference": f"{_HERE}.linear:linear_ref", "cpu": f"{_HERE}.linear:linear"},
     "embedding": {"reference": f"{_HERE}.embedding:embedding_ref", "cpu": f"{_HERE}.embedding:embedding"},
     "kv_append": {"reference": f"{_HERE}.kv_append:kv_append_ref", "cpu": f"{_HERE}.kv_append:kv_append_cpu"},
@@ -44,6 +46,8 @@ _SPECS = (
     f"{_HERE}.rms_norm:SPEC",
     f"{_HERE}.rope:SPEC",
     f"{_HERE}.silu_mul:SPEC",
+    f"{_HERE}.add:SPEC",
+    f"{_HERE}.take_rows:SPEC",
     f"{_HERE}.linear:SPEC",
     f"{_HERE}.embedding:SPEC",
     f"{_HERE}.kv_append:SPEC",
@@ -60,6 +64,8 @@ class Ops:
     rms_norm: Callable[..., Tensor]
     rope: Callable[..., Tensor]
     silu_mul: Callable[..., Tensor]
+    add: Callable[..., Tensor]
+    take_rows: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     embedding: Callable[..., Tensor]
     kv_append: Callable[..., None]

@@ -25,7 +25,7 @@ FP8_MAX = 448.0  # largest finite float8_e4m3fn
 
 def to_cache(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """The stored form of x: x / scale in `dtype`; float8_e4m3fn saturates."""
-    stored = x.to(torch.float32) / scale
+    stored = x.to(torch.float32) / torch.full((), scale, device=x.device)  # by a number, CUDA multiplies with 1 / scale
     if dtype == torch.float8_e4m3fn:
         stored = stored.clamp(-FP8_MAX, FP8_MAX)
     return stored.to(dtype)

@@ -9,7 +9,7 @@ Contract:
     seq_lens [B] int32: tokens in the cache, this step's included (their keys are written before the call). Query i of
         request b sits at position seq_lens[b] - q_len + i and sees the positions up to its own. A request with
         seq_len 0 (padding of a captured step) gets zeros.
-    cu_seqlens_q [B + 1] int32.
+    cu_seqlens_q [B + 1] int32, from 0; rows of q past its last entry get zeros.
     max_q_len: the longest q_len, a Python int. 1 promises that every q_len is 1, hence T == B: a decode batch, which
         takes a branch with no loop. It is a shape, never read from a tensor, so the reference synchronizes with no host
         and can be captured and traced; its work grows with B * max_q_len * max_blocks: trim the tables.

@@ -2,8 +2,8 @@
 
 Contract: x [T, H, D] with D even, cos and sin [T, D/2] of the tokens' positions; the result is a fresh tensor like x.
 Dimension i turns with dimension i + D/2 (not with its neighbour: GGUF's interleaved rows are un-permuted by the
-loader). Rotation in float32 at least. Bytes moved: x read and written once. On the CPU there is no own kernel: the
-fused path is `qkv_rope_append`, and torch.compile fuses this one.
+loader). Rotation in float32 at least. Bytes moved: x read and written once. The fused composition rotates inside
+`qkv_rope_append`; the CPU operator shares its arithmetic, so that fusing changes no bit.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strata_lab.kernels.cpu import build
 from strata_lab.kernels.spec import Case, KernelSpec
 
 
@@ -24,6 +25,18 @@ def rope_ref(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.to(wide).chunk(2, dim=-1)  # [T, H, D/2] each
     cos, sin = cos.to(wide)[:, None, :], sin.to(wide)[:, None, :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def rope_cpu(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The C++ operator, float32."""
+    return build.load().rope(x, cos, sin)
+
+
+@build.fakes
+def _register_fake(namespace: str) -> None:
+    @torch.library.register_fake(f"{namespace}::rope")
+    def rope_fake(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x.new_empty(x.shape)
 
 
 def rotation(positions: Tensor, head_dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
@@ -55,7 +68,7 @@ def _flops(x: Tensor, cos: Tensor, sin: Tensor) -> int:
 SPEC = KernelSpec(
     name="rope",
     ref=rope_ref,
-    impls={},
+    impls={"cpu": rope_cpu},
     cases=_cases,
     tolerance={torch.float32: (2e-6, 1e-6), torch.bfloat16: (8e-3, 8e-3)},
     bytes_moved=_bytes_moved,

@@ -70,7 +70,7 @@ class PlainAttention:
             q, k = ops.rms_norm(q, w.q_norm, c.rms_norm_eps), ops.rms_norm(k, w.k_norm, c.rms_norm_eps)
         q, k = ops.rope(q, step.cos, step.sin), ops.rope(k, step.cos, step.sin)
         ops.kv_append(k, v, kv.k, kv.v, step.slot_mapping, kv.k_scale, kv.v_scale)
-        return x + ops.linear(attend(ops, q, step, kv, self.scale), w.out)
+        return ops.add(x, ops.linear(attend(ops, q, step, kv, self.scale), w.out))
 
     def _project(self, h: Tensor, w: AttentionWeights, start: int, stop: int) -> Tensor:
         bias = None if w.qkv_bias is None else w.qkv_bias[start:stop]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from strata_lab.config import ModelConfig
@@ -24,7 +23,7 @@ class PlainMlp:
         width = w.gate_up.shape[0] // 2
         gate = self.ops.linear(h, w.gate_up.rows(0, width))
         up = self.ops.linear(h, w.gate_up.rows(width, 2 * width))
-        return x + self.ops.linear(self.ops.silu_mul(torch.cat((gate, up), dim=-1)), w.down)
+        return self.ops.add(x, self.ops.linear(self.ops.silu_mul(gate, up), w.down))
 
 
 class FusedMlp:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from strata_lab.kernels import bind, prepare
 from strata_lab.kernels.cpu.build import CpuKernelsUnavailable
@@ -23,6 +24,12 @@ def _prepared(backend: str) -> str:
 def available() -> Callable[[str], str]:
     """backend -> backend, ready to be called; skips the test where the machine cannot run it."""
     return _prepared
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where references and Triton kernels run: the GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(params=["reference", "cpu"])

@@ -42,9 +42,9 @@ def results(returned: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("spec", "impl", "case"), GRID)
 def test_every_implementation_is_within_tolerance_of_the_float64_reference(
-    spec: KernelSpec, impl: str, case: Case, device: str, available: Any
+    spec: KernelSpec, impl: str, case: Case, device: torch.device, available: Any
 ) -> None:
-    where = torch.device("cpu" if impl == "cpu" else device)
+    where = torch.device("cpu") if impl == "cpu" else device
     inputs, reference_inputs = case.make(where), exact(case.make(where))
     narrow = [n for n, x in inputs.items() if n.endswith("_cache") and x.dtype != torch.float32]
     if impl == "triton" and where.type == "cpu" and spec.name in WRITES_CACHE and narrow:
@@ -67,9 +67,9 @@ def test_every_implementation_is_within_tolerance_of_the_float64_reference(
 
 @pytest.mark.parametrize(("spec", "impl", "case"), GRID)
 def test_no_argument_but_a_cache_is_changed(
-    spec: KernelSpec, impl: str, case: Case, device: str, available: Any
+    spec: KernelSpec, impl: str, case: Case, device: torch.device, available: Any
 ) -> None:
-    where = torch.device("cpu" if impl == "cpu" else device)
+    where = torch.device("cpu") if impl == "cpu" else device
     inputs, before = case.make(where), case.make(where)
     (spec.ref if impl == "reference" else spec.impls[available(impl)])(**inputs)
     for name, x in inputs.items():

@@ -6,6 +6,8 @@
 #include "cache.h"
 #include "norm.h"
 #include "parallel.h"
+#include "replay.h"
+#include "rotation.h"
 
 namespace strata {
 namespace {
@@ -44,19 +46,21 @@ void kv_append(const at::Tensor& k, const at::Tensor& v, at::Tensor k_cache, at:
   check_rows(v, "v", v_cache);
   check_slots(slot_mapping, k.size(0), k_cache);
   TORCH_CHECK_VALUE(v.size(0) == k.size(0), "k and v must have as many tokens, not ", k.size(0), " and ", v.size(0));
-  const at::Tensor new_k = k.contiguous(), new_v = v.contiguous();
-  const float *from_k = new_k.const_data_ptr<float>(), *from_v = new_v.const_data_ptr<float>();
-  const int64_t* slots = slot_mapping.const_data_ptr<int64_t>();
-  with_cache_type(k_cache, [&](auto element) {
-    const CacheView<decltype(element)> to_k(k_cache), to_v(v_cache);
-    const int64_t heads = to_k.num_heads, dim = to_k.head_dim;
-    for_each_token(k.size(0), 2 * k.numel(), [&](int64_t t) {
-      if (slots[t] < 0) return;
-      const int64_t block = slots[t] / to_k.block_size, offset = slots[t] % to_k.block_size;
-      for (int64_t h = 0; h < heads; ++h) {
-        store_row(to_k.row(block, offset, h), from_k + (t * heads + h) * dim, dim, static_cast<float>(k_scale));
-        store_row(to_v.row(block, offset, h), from_v + (t * heads + h) * dim, dim, static_cast<float>(v_scale));
-      }
+  const at::Tensor new_k = contiguous(k), new_v = contiguous(v);
+  perform([=] {
+    const float *from_k = new_k.const_data_ptr<float>(), *from_v = new_v.const_data_ptr<float>();
+    const int64_t* slots = slot_mapping.const_data_ptr<int64_t>();
+    with_cache_type(k_cache, [&](auto element) {
+      const CacheView<decltype(element)> to_k(k_cache), to_v(v_cache);
+      const int64_t heads = to_k.num_heads, dim = to_k.head_dim;
+      for_each_token(new_k.size(0), 2 * new_k.numel(), [&](int64_t t) {
+        if (slots[t] < 0) return;
+        const int64_t block = slots[t] / to_k.block_size, offset = slots[t] % to_k.block_size;
+        for (int64_t h = 0; h < heads; ++h) {
+          store_row(to_k.row(block, offset, h), from_k + (t * heads + h) * dim, dim, static_cast<float>(k_scale));
+          store_row(to_v.row(block, offset, h), from_v + (t * heads + h) * dim, dim, static_cast<float>(v_scale));
+        }
+      });
     });
   });
 }
@@ -71,14 +75,7 @@ struct Rotation {
       scale_row(x, rms_factor(x, dim, eps), norm_weight, dim, y);
       x = y;
     }
-    const int64_t half = dim / 2;
-    for (int64_t i = 0; i < half; i += 8) {
-      const int64_t left = half - i;
-      const __m256 a = load_lanes(x + i, left), b = load_lanes(x + half + i, left);
-      const __m256 c = load_lanes(cos + i, left), s = load_lanes(sin + i, left);
-      store_lanes(y + i, _mm256_fmsub_ps(a, c, _mm256_mul_ps(b, s)), left);
-      store_lanes(y + half + i, _mm256_fmadd_ps(b, c, _mm256_mul_ps(a, s)), left);
-    }
+    rotate_row(x, cos, sin, dim, y);
   }
 };
 
@@ -108,25 +105,27 @@ at::Tensor qkv_rope_append(const at::Tensor& qkv, const at::Tensor& cos, const a
   check_slots(slot_mapping, tokens, k_cache);
   const Rotation rotate_q = rotation(q_norm_weight, eps, dim, "q_norm_weight");
   const Rotation rotate_k = rotation(k_norm_weight, eps, dim, "k_norm_weight");
-  const at::Tensor in = qkv.contiguous(), cosines = cos.contiguous(), sines = sin.contiguous();
+  const at::Tensor in = contiguous(qkv), cosines = contiguous(cos), sines = contiguous(sin);
   at::Tensor out = at::empty({tokens, num_q_heads, dim}, in.options());
-  const float *x = in.const_data_ptr<float>(), *c = cosines.const_data_ptr<float>(), *s = sines.const_data_ptr<float>();
-  float* q = out.mutable_data_ptr<float>();
-  const int64_t* slots = slot_mapping.const_data_ptr<int64_t>();
-  with_cache_type(k_cache, [&](auto element) {
-    const CacheView<decltype(element)> to_k(k_cache), to_v(v_cache);
-    for_each_token(tokens, qkv.numel(), [&](int64_t t) {
-      const float *row = x + t * (heads + num_kv_heads) * dim, *ct = c + t * dim / 2, *st = s + t * dim / 2;
-      for (int64_t h = 0; h < num_q_heads; ++h) rotate_q(row + h * dim, ct, st, dim, q + (t * num_q_heads + h) * dim);
-      if (slots[t] < 0) return;
-      const int64_t block = slots[t] / to_k.block_size, offset = slots[t] % to_k.block_size;
-      thread_local std::vector<float> rotated;
-      rotated.resize(dim);
-      for (int64_t h = 0; h < num_kv_heads; ++h) {
-        rotate_k(row + (num_q_heads + h) * dim, ct, st, dim, rotated.data());
-        store_row(to_k.row(block, offset, h), rotated.data(), dim, static_cast<float>(k_scale));
-        store_row(to_v.row(block, offset, h), row + (heads + h) * dim, dim, static_cast<float>(v_scale));
-      }
+  perform([=, q_norm = q_norm_weight, k_norm = k_norm_weight] {  // the norms' memory is owned through their tensors
+    const float *x = in.const_data_ptr<float>(), *c = cosines.const_data_ptr<float>(), *s = sines.const_data_ptr<float>();
+    float* q = out.mutable_data_ptr<float>();
+    const int64_t* slots = slot_mapping.const_data_ptr<int64_t>();
+    with_cache_type(k_cache, [&](auto element) {
+      const CacheView<decltype(element)> to_k(k_cache), to_v(v_cache);
+      for_each_token(tokens, in.numel(), [&](int64_t t) {
+        const float *row = x + t * (heads + num_kv_heads) * dim, *ct = c + t * dim / 2, *st = s + t * dim / 2;
+        for (int64_t h = 0; h < num_q_heads; ++h) rotate_q(row + h * dim, ct, st, dim, q + (t * num_q_heads + h) * dim);
+        if (slots[t] < 0) return;
+        const int64_t block = slots[t] / to_k.block_size, offset = slots[t] % to_k.block_size;
+        thread_local std::vector<float> rotated;
+        rotated.resize(dim);
+        for (int64_t h = 0; h < num_kv_heads; ++h) {
+          rotate_k(row + (num_q_heads + h) * dim, ct, st, dim, rotated.data());
+          store_row(to_k.row(block, offset, h), rotated.data(), dim, static_cast<float>(k_scale));
+          store_row(to_v.row(block, offset, h), row + (heads + h) * dim, dim, static_cast<float>(v_scale));
+        }
+      });
     });
   });
   return out;

@@ -13,6 +13,7 @@
 
 #include "cache.h"
 #include "parallel.h"
+#include "replay.h"
 #include "softmax_chunk.h"
 
 namespace strata {
@@ -197,7 +198,7 @@ void check_lengths(const Queries& q, int64_t requests, int64_t tokens, int64_t n
 at::Tensor as_int32(const at::Tensor& t, at::IntArrayRef sizes, const char* name) {
   TORCH_CHECK_VALUE(t.scalar_type() == at::kInt && t.sizes() == sizes, name, " must be int32 ", sizes, ", not ",
                     t.scalar_type(), " ", t.sizes());
-  return t.contiguous();
+  return contiguous(t);
 }
 
 at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
@@ -209,21 +210,32 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const
                     "q must be float32 [T, H, ", dim, "] with H a multiple of ", kv_heads, ", not ", q.scalar_type(), " ",
                     q.sizes());
   TORCH_CHECK_VALUE(dim % 8 == 0, "head_dim ", dim, " must be a multiple of 8");
-  const at::Tensor rows = q.stride(2) == 1 ? q : q.contiguous();
+  const at::Tensor rows = q.stride(2) == 1 ? q : contiguous(q);
   const at::Tensor tables = as_int32(block_tables, {requests, block_tables.size(1)}, "block_tables");
   const at::Tensor lens = as_int32(seq_lens, {requests}, "seq_lens");
   const at::Tensor starts = as_int32(cu_seqlens_q, {requests + 1}, "cu_seqlens_q");
   at::Tensor out = at::zeros(q.sizes(), q.options());
-  Queries queries{
-      rows.const_data_ptr<float>(), rows.stride(0), rows.stride(1), dim, q.size(1) / kv_heads,
-      starts.const_data_ptr<int32_t>(), lens.const_data_ptr<int32_t>(), tables.const_data_ptr<int32_t>(), tables.size(1),
-      static_cast<float>(scale * k_scale), static_cast<float>(v_scale), out.mutable_data_ptr<float>(), q.size(1)};
-  check_lengths(queries, requests, q.size(0), k_cache.size(0), k_cache.size(1));
-  with_cache_type(k_cache, [&](auto element) {
-    using C = decltype(element);
-    queries.scale *= kReadUnit<C>;
-    queries.v_scale *= kReadUnit<C>;
-    run(queries, requests, CacheView<C>(k_cache), CacheView<C>(v_cache));
+  perform([=] {
+    Queries queries{rows.const_data_ptr<float>(),
+                    rows.stride(0),
+                    rows.stride(1),
+                    dim,
+                    rows.size(1) / kv_heads,
+                    starts.const_data_ptr<int32_t>(),
+                    lens.const_data_ptr<int32_t>(),
+                    tables.const_data_ptr<int32_t>(),
+                    tables.size(1),
+                    static_cast<float>(scale * k_scale),
+                    static_cast<float>(v_scale),
+                    out.mutable_data_ptr<float>(),
+                    rows.size(1)};
+    check_lengths(queries, requests, rows.size(0), k_cache.size(0), k_cache.size(1));
+    with_cache_type(k_cache, [&](auto element) {
+      using C = decltype(element);
+      queries.scale *= kReadUnit<C>;
+      queries.v_scale *= kReadUnit<C>;
+      run(queries, requests, CacheView<C>(k_cache), CacheView<C>(v_cache));
+    });
   });
   return out;
 }

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "parallel.h"
+#include "replay.h"
 #include "weights.h"
 
 namespace strata {
@@ -56,17 +57,19 @@ at::Tensor embedding(const at::Tensor& ids, const at::Tensor& data, const std::o
   TORCH_CHECK_VALUE(ids.dim() == 1 && ids.scalar_type() == at::kLong, "ids must be int64 [T], not ", ids.scalar_type(),
                     " ", ids.sizes());
   const Weights w = as_weights(data, scales, mins, n, k);
-  const at::Tensor rows = ids.contiguous();
-  const int64_t* id = rows.const_data_ptr<int64_t>();
+  const at::Tensor rows = contiguous(ids);
   const int64_t count = rows.numel();
-  for (int64_t t = 0; t < count; ++t) {
-    TORCH_CHECK_INDEX(id[t] >= 0 && id[t] < n, "id ", id[t], " is not a row of a table of ", n, " rows");
-  }
   at::Tensor out = at::empty({count, k}, data.options().dtype(at::kFloat));
-  float* y = out.mutable_data_ptr<float>();
-  for_each_task(count, count * k >= kSharedFloats, [&](int64_t t) {
-    const int64_t panel = id[t] / kPanelRows, lane = id[t] % kPanelRows;
-    for (int64_t c = 0; c < k; ++c) y[t * k + c] = element(w, panel, lane, c);
+  perform([=] {  // data, scales and mins are owned too: w points into them
+    const int64_t* id = rows.const_data_ptr<int64_t>();
+    for (int64_t t = 0; t < count; ++t) {
+      TORCH_CHECK_INDEX(id[t] >= 0 && id[t] < n, "id ", id[t], " is not a row of a table of ", n, " rows");
+    }
+    float* y = out.mutable_data_ptr<float>();
+    for_each_task(count, count * k >= kSharedFloats, [&](int64_t t) {
+      const int64_t panel = id[t] / kPanelRows, lane = id[t] % kPanelRows;
+      for (int64_t c = 0; c < k; ++c) y[t * k + c] = element(w, panel, lane, c);
+    });
   });
   return out;
 }

@@ -5,11 +5,13 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <array>
 #include <memory>
 
 #include "dot_float.h"
 #include "dot_int.h"
 #include "parallel.h"
+#include "replay.h"
 #include "weights.h"
 
 namespace strata {
@@ -159,7 +161,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& data, const std::option
   TORCH_CHECK_VALUE(x.dim() == 2 && x.scalar_type() == at::kFloat, "x must be float32 [T, K], not ", x.scalar_type(),
                     " ", x.sizes());
   TORCH_CHECK_VALUE(!silu_mul || n % (2 * kPanelRows) == 0, "silu_mul needs N divisible by 16, not ", n);
-  const at::Tensor rows = x.contiguous();
+  const at::Tensor rows = contiguous(x);
   const Weights w = as_weights(data, scales, mins, n, x.size(1));
   const int64_t out_n = silu_mul ? n / 2 : n;
   at::Tensor out = at::empty({x.size(0), out_n}, x.options());
@@ -170,12 +172,16 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& data, const std::option
                           w.format == Format::kFp8 ? static_cast<const float*>(w.scales) : nullptr,
                           floats(residual, out.numel(), "residual"),
                           out.mutable_data_ptr<float>()};
-  const Rows ready = prologue(rows, w, floats(norm_weight, x.size(1), "norm_weight"), static_cast<float>(norm_eps));
+  const float* norm = floats(norm_weight, x.size(1), "norm_weight");
   const int64_t out_panels = (out_n + kPanelRows - 1) / kPanelRows;
-  const int64_t size = std::clamp<int64_t>(out_panels / (kTasksPerThread * at::get_num_threads()), 1, kTaskPanels);
   const bool worth_sharing = w.panels * w.panel_bytes * x.size(0) >= kSharedBytes;
-  for_each_task((out_panels + size - 1) / size, worth_sharing, [&](int64_t i) {
-    task(w, epilogue, ready, i * size, std::min(size, out_panels - i * size));
+  const std::array<std::optional<at::Tensor>, 7> owned{data, scales, mins, bias, norm_weight, residual, out};
+  perform([=] {  // `owned` holds the memory that w, epilogue and norm point into
+    const Rows ready = prologue(rows, w, norm, static_cast<float>(norm_eps));
+    const int64_t size = std::clamp<int64_t>(out_panels / (kTasksPerThread * at::get_num_threads()), 1, kTaskPanels);
+    for_each_task((out_panels + size - 1) / size, worth_sharing, [&](int64_t i) {
+      task(w, epilogue, ready, i * size, std::min(size, out_panels - i * size));
+    });
   });
   return out;
 }

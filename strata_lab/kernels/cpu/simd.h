@@ -25,7 +25,7 @@ inline __m256i dot4(__m256i acc, __m256i w, __m256i x) {
 #endif
 
 // How far ahead of its use the weights' memory is asked for. One stream is too little for the hardware prefetcher to
-// keep memory busy: measured cold, one core reads int4 panels 1.6 times as fast with this, as fast as it can read at all.
+// keep memory busy: measured cold, one core reads int4 panels 1.6 times as fast with this, as fast as it reads at all.
 constexpr int64_t kIntAheadBytes = 4096;    // one panel at a time
 constexpr int64_t kFloatAheadBytes = 2048;  // up to four panels at a time
 
