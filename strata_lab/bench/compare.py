@@ -24,7 +24,7 @@ from typing import Any
 from strata_lab.bench.harness import Environment, Record, Spread, interleave, write_results
 from strata_lab.bench.measure import run
 from strata_lab.bench.workloads import Workload, batch, single_stream
-from strata_lab.config import DEFAULT_MODEL
+from strata_lab.config import CAPTURES, DEFAULT_MODEL
 
 FOLDER = Path(__file__).parent
 LLAMA_FILE_TYPES = ("shipped", "q8_0", "f16")
@@ -220,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=Sizes.batch)
     parser.add_argument("--rounds", type=int, default=Sizes.rounds)
     parser.add_argument("--threads", type=int, default=Sizes.threads)
-    parser.add_argument("--compile-whole-model", action="store_true", help="our slower to compile, faster step")
+    parser.add_argument("--capture", default="replay", choices=CAPTURES, help="how our step is captured")
     parser.add_argument("--results", type=Path, default=Path("artifacts"), help="folder for compare.json")
     args = parser.parse_args(arguments)
     sizes = Sizes(args.prompt_tokens, args.output_tokens, args.batch, args.rounds, args.threads)

@@ -11,6 +11,7 @@ between the products are not in it, so the implied tokens per second are ceiling
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -43,18 +44,14 @@ class Product:
         """Bytes of weights that one step reads for it."""
         return sum(weight.nbytes for weight in self.weights)
 
-    def step(self, op: Callable[..., Tensor], rows: int) -> Callable[[], None]:
-        """A function that runs it for all layers on `rows` rows."""
+    def calls(self, op: Callable[..., Tensor], rows: int) -> list[Callable[[], object]]:
+        """One call per layer, on `rows` rows."""
         n, k = self.weights[0].shape
         x = torch.randn(rows, k)
         norm = torch.ones(k) if self.norm else None
         residual = torch.randn(rows, n) if self.residual else None
-
-        def run() -> None:
-            for w in self.weights:
-                op(x, w.data, w.scales, w.mins, n, None, norm, 1e-5, residual, self.silu_mul)
-
-        return run
+        fused = (None, norm, 1e-5, residual, self.silu_mul)
+        return [functools.partial(op, x, w.data, w.scales, w.mins, n, *fused) for w in self.weights]
 
 
 def smollm2_products(weight_format: str) -> list[Product]:
@@ -91,31 +88,43 @@ def best_times(functions: list[Callable[[], object]], rounds: int = ROUNDS) -> l
     return best
 
 
+def in_turn(calls: list[Callable[[], object]]) -> Callable[[], None]:
+    """A function that makes all calls, one after the other."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
 def report(weight_format: str, rows: list[int], isa: build.Isa) -> Iterator[str]:
     """Lines of the table of one format."""
     ops = build.load(isa)
     products = smollm2_products(weight_format)
-    total = sum(product.nbytes for product in products)
-    roof = torch.ones(total // 4)  # as large as the weights, so as much of it is in the cache
-    yield f"{weight_format}: {total / 1e6:.1f} MB of weights, isa {isa}, {torch.get_num_threads()} threads"
+    sizes = [product.nbytes for product in products]
+    sizes.append(sum(sizes))
+    # a plain read of as many bytes, so that as much of them is in the caches
+    probes = [functools.partial(ops.read_probe, torch.ones(size // 4)) for size in sizes]
+    yield f"{weight_format}, isa {isa}, {torch.get_num_threads()} threads, {sizes[-1] / 1e6:.1f} MB of weights a step"
     for count in rows:
-        runs: list[Callable[[], object]] = [product.step(ops.linear.default, count) for product in products]
-        *times, probe = best_times([*runs, lambda: ops.read_probe(roof)])
-        bandwidth = total / probe
-        for product, seconds in zip(products, times, strict=True):
-            n, k = product.weights[0].shape
-            layers = len(product.weights)
-            flops = 2 * count * n * k * layers
-            rate = product.nbytes / seconds
-            yield (
-                f"  T={count:<4} {product.name:8} {seconds / layers * 1e6:9.1f} us  {rate / 1e9:6.1f} GB/s "
-                f"{100 * rate / bandwidth:5.0f}% {flops / seconds / 1e9:7.0f} GFLOP/s"
-            )
-        step = sum(times)
-        yield (
-            f"  T={count:<4} step     {step * 1e3:9.2f} ms  {total / step / 1e9:6.1f} GB/s {100 * probe / step:5.0f}% "
-            f"of {bandwidth / 1e9:.1f} GB/s read, ceiling {count / step:.0f} tok/s"
-        )
+        calls = [product.calls(ops.linear.default, count) for product in products]
+        layers = [call for layer in zip(*calls[:-1], strict=True) for call in layer]  # in the order of a model
+        runs = [*(in_turn(product) for product in calls), in_turn(layers + calls[-1])]
+        times = best_times([*runs, *probes])
+        for i, product in enumerate(products):
+            (n, k), calls_made = product.weights[0].shape, len(product.weights)
+            rate = 2 * count * n * k * calls_made / times[i] / 1e9
+            speed = _speed(sizes[i], times[i], times[len(runs) + i])
+            yield f"  T={count:<4} {product.name:8} {times[i] / calls_made * 1e6:9.1f} us  {speed} {rate:6.0f} GFLOP/s"
+        step = times[len(products)]
+        speed = _speed(sizes[-1], step, times[-1])
+        yield f"  T={count:<4} step     {step * 1e3:9.2f} ms  {speed}, ceiling {count / step:.0f} tok/s"
+
+
+def _speed(nbytes: int, seconds: float, probe_seconds: float) -> str:
+    share = 100 * probe_seconds / seconds
+    return f"{nbytes / seconds / 1e9:6.1f} GB/s, {share:3.0f}% of a plain read at {nbytes / probe_seconds / 1e9:5.1f}"
 
 
 def main() -> None:

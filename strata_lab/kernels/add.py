@@ -1,7 +1,7 @@
 """The residual connection of the unfused composition: x + y, element by element.
 
-x and y are float tensors of the same shape; the result is a new one. Bytes moved: both read once, the result written. The
-fused composition adds the residual inside the product (`linear`, same order, same bits).
+x and y are float tensors of the same shape; the result is a new one. Bytes moved: both read once, the result written.
+The fused composition adds the residual inside the product (`linear`, same order, same bits).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Contract:
 Slots that no query may see are never part of a result, whatever they hold (NaN included).
 Bytes moved: K and V of every request once, q and the result once. Grouped q heads share one read of K and V.
 
-CPU kernel: keys are taken in chunks of `CHUNK_TOKENS`, cut at absolute positions. Within a chunk a dot product adds in
+CPU kernel: keys are taken in chunks of 64 (`kChunk`), cut at absolute positions. Within a chunk a dot product adds in
 a fixed order, and the (max, sum, weighted values) of the chunks are merged from the first to the last. Neither the
 batch, nor how a prompt was cut into slices, nor the number of threads changes that order, so a row's result is bitwise
 the same in all of them. Decodes spread over threads by (request, kv head, chunk), prefills by (request, kv head, query
@@ -36,8 +36,6 @@ from torch import Tensor
 from strata_lab.kernels.cpu.build import fakes
 from strata_lab.kernels.kv_append import to_cache
 from strata_lab.kernels.spec import Case, KernelSpec
-
-CHUNK_TOKENS = 64  # of the CPU kernel (kernels/cpu/attention.cpp)
 
 
 def paged_attention_ref(

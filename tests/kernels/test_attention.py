@@ -149,6 +149,30 @@ def test_a_traced_step_writes_the_same_caches_and_gives_the_same_bits(ops: Any, 
     torch._dynamo.reset()
 
 
+def test_a_replay_sees_new_lengths_and_leaves_nothing_stale(cpu_ops: Any) -> None:
+    strata, inputs = torch.ops.strata, paged_inputs([(1, 20), (1, 9), (2, 30)], (3, 1, 64))
+    handle = strata.capture_begin()
+    out = cpu_ops.paged_attention(**inputs)
+    strata.capture_end()
+    inputs["seq_lens"].copy_(torch.tensor([0, 7, 12]))
+    inputs["cu_seqlens_q"].copy_(torch.tensor([0, 1, 2, 3]))  # the last row belongs to nobody now
+    strata.replay(handle)
+    strata.capture_free(handle)
+    assert torch.equal(out, cpu_ops.paged_attention(**inputs))
+    assert out.flatten(1).any(dim=1).tolist() == [False, True, True, False]
+
+
+def test_a_replay_refuses_a_slot_outside_the_cache(cpu_ops: Any) -> None:
+    strata, cache, rows, slots = torch.ops.strata, torch.zeros(2, 8, 1, 16), torch.ones(1, 1, 16), torch.tensor([3])
+    handle = strata.capture_begin()
+    cpu_ops.kv_append(rows, rows, cache, cache.clone(), slots)
+    strata.capture_end()
+    slots.fill_(16)
+    with pytest.raises(ValueError, match="slot 16 of token 0 lies outside"):
+        strata.replay(handle)
+    strata.capture_free(handle)
+
+
 OPCHECKS = ("test_schema", "test_faketensor")  # the operators have no gradients to check
 
 

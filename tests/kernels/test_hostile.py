@@ -141,7 +141,7 @@ def test_no_tokens_give_an_empty_result(ops: Any) -> None:
     none = torch.zeros(0, dtype=torch.int64)
     assert ops.rms_norm(torch.zeros(0, 64), torch.ones(64), 1e-5).shape == (0, 64)
     assert ops.rope(torch.zeros(0, 3, 64), *rotation(none, 64)).shape == (0, 3, 64)
-    assert ops.silu_mul(torch.zeros(0, 64)).shape == (0, 32)
+    assert ops.silu_mul(torch.zeros(0, 64), torch.zeros(0, 64)).shape == (0, 64)
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)

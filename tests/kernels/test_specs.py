@@ -79,13 +79,13 @@ def test_no_argument_but_a_cache_is_changed(
 
 
 @pytest.mark.parametrize("spec", SPECS(), ids=lambda spec: spec.name)
-def test_costs_are_whole_positive_numbers(spec: KernelSpec) -> None:
+def test_costs_are_whole_numbers_and_something_moves(spec: KernelSpec) -> None:
     for case in spec.cases():
         inputs = case.make(torch.device("cpu"))
         moved, work = spec.bytes_moved(**inputs), spec.flops(**inputs)
         assert (type(moved), type(work)) == (int, int), case.name
         assert moved > 0, case.name
-        assert work > 0, case.name
+        assert work >= 0, case.name  # a gather computes nothing
 
 
 def test_every_operator_has_a_function_for_every_backend() -> None:

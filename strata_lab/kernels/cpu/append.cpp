@@ -44,10 +44,10 @@ void kv_append(const at::Tensor& k, const at::Tensor& v, at::Tensor k_cache, at:
   check_caches(k_cache, v_cache);
   check_rows(k, "k", k_cache);
   check_rows(v, "v", v_cache);
-  check_slots(slot_mapping, k.size(0), k_cache);
   TORCH_CHECK_VALUE(v.size(0) == k.size(0), "k and v must have as many tokens, not ", k.size(0), " and ", v.size(0));
   const at::Tensor new_k = contiguous(k), new_v = contiguous(v);
   perform([=] {
+    check_slots(slot_mapping, new_k.size(0), k_cache);  // at every replay too: a bad slot would write elsewhere
     const float *from_k = new_k.const_data_ptr<float>(), *from_v = new_v.const_data_ptr<float>();
     const int64_t* slots = slot_mapping.const_data_ptr<int64_t>();
     with_cache_type(k_cache, [&](auto element) {
@@ -102,12 +102,12 @@ at::Tensor qkv_rope_append(const at::Tensor& qkv, const at::Tensor& cos, const a
   check_float(qkv, {tokens, (heads + num_kv_heads) * dim}, "qkv");
   check_float(cos, {tokens, dim / 2}, "cos");
   check_float(sin, {tokens, dim / 2}, "sin");
-  check_slots(slot_mapping, tokens, k_cache);
   const Rotation rotate_q = rotation(q_norm_weight, eps, dim, "q_norm_weight");
   const Rotation rotate_k = rotation(k_norm_weight, eps, dim, "k_norm_weight");
   const at::Tensor in = contiguous(qkv), cosines = contiguous(cos), sines = contiguous(sin);
   at::Tensor out = at::empty({tokens, num_q_heads, dim}, in.options());
   perform([=, q_norm = q_norm_weight, k_norm = k_norm_weight] {  // the norms' memory is owned through their tensors
+    check_slots(slot_mapping, tokens, k_cache);
     const float *x = in.const_data_ptr<float>(), *c = cosines.const_data_ptr<float>(), *s = sines.const_data_ptr<float>();
     float* q = out.mutable_data_ptr<float>();
     const int64_t* slots = slot_mapping.const_data_ptr<int64_t>();

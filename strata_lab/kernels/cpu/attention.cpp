@@ -4,7 +4,7 @@
 // its keys become tasks too, and the last to finish merges them in order. Both ways compute the same bits. The q heads
 // that share a kv head are rows of one task, so K and V are read (and converted) once for all of them.
 
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <atomic>
@@ -81,8 +81,7 @@ void chunk_rows(const CacheView<C>& cache, const int32_t* table, int64_t chunk, 
 
 void finish(const Queries& q, const Unit& unit, int64_t query, int64_t head, float* state) {
   const float total = total_of(state, q.dim);
-  if (total == 0.0f) return;  // sees nothing; the result starts as zeros
-  const __m256 factor = _mm256_set1_ps(q.v_scale / total);
+  const __m256 factor = _mm256_set1_ps(total == 0.0f ? 0.0f : q.v_scale / total);  // a query that sees nothing gets zeros
   float* out = q.out_row(unit.request, query, head);
   for (int64_t i = 0; i < q.dim; i += 8) _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_loadu_ps(state + i), factor));
 }
@@ -214,7 +213,7 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const
   const at::Tensor tables = as_int32(block_tables, {requests, block_tables.size(1)}, "block_tables");
   const at::Tensor lens = as_int32(seq_lens, {requests}, "seq_lens");
   const at::Tensor starts = as_int32(cu_seqlens_q, {requests + 1}, "cu_seqlens_q");
-  at::Tensor out = at::zeros(q.sizes(), q.options());
+  at::Tensor out = at::empty(q.sizes(), q.options());
   perform([=] {
     Queries queries{rows.const_data_ptr<float>(),
                     rows.stride(0),
@@ -230,6 +229,8 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const
                     out.mutable_data_ptr<float>(),
                     rows.size(1)};
     check_lengths(queries, requests, rows.size(0), k_cache.size(0), k_cache.size(1));
+    const int64_t used = queries.starts[requests] * rows.size(1) * dim;
+    std::fill(queries.out + used, queries.out + out.numel(), 0.0f);
     with_cache_type(k_cache, [&](auto element) {
       using C = decltype(element);
       queries.scale *= kReadUnit<C>;

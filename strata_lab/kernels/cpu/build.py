@@ -79,8 +79,11 @@ def load(isa: Isa = "native") -> Any:
 
 def _library(isa: Isa) -> Path:
     """Path of the built library, building it if need be."""
-    import platformdirs
-    from torch.utils.cpp_extension import get_cxx_compiler  # imports setuptools: only when asked for
+    try:
+        import platformdirs
+        from torch.utils.cpp_extension import get_cxx_compiler  # imports setuptools: only when asked for
+    except ImportError as error:
+        raise CpuKernelsUnavailable(f"{error.name} is not installed; pip install {error.name}") from None
 
     compiler = get_cxx_compiler()
     macros = _predefined_macros(compiler, _MARCH[isa])

@@ -64,7 +64,7 @@ inline void int4_group(const uint8_t* w, const int8_t* x, int64_t stride, __m256
 }
 
 // As above for codes stored as unsigned, 128 too high; `correction` takes the excess off. A product of two 8-bit
-// numbers leaves no headroom in 16 bits, so without VNNI the codes are taken apart into nibbles that add up as int4 does.
+// numbers leaves no headroom in 16 bits, so without VNNI the codes are taken apart into nibbles, added up as int4 is.
 template <int T>
 inline void int8_group(const uint8_t* w, const int8_t* x, int64_t stride, const int32_t* correction, int64_t groups,
                        __m256i sums[T]) {

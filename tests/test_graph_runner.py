@@ -1,0 +1,127 @@
+"""A captured step computes what the eager step computes, at every batch size, and refuses what it could not replay."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+
+import pytest
+import torch
+
+from strata_lab.engine import LLMEngine
+from strata_lab.graph_runner import CapturedStep, CompiledStep, CpuRecorder
+from strata_lab.kernels.cpu.build import CpuKernelsUnavailable, load
+from strata_lab.request import SamplingParams
+from strata_lab.runner import StepInputs
+from tests.checkpoints import write_checkpoint
+
+try:
+    load()
+except CpuKernelsUnavailable as reason:
+    pytest.skip(f"CPU captures need the CPU kernels: {reason}", allow_module_level=True)
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def engine(request, tmp_path_factory):
+    """A tiny dense model of each family."""
+    folder, _ = write_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+    with LLMEngine(folder, device="cpu", weight_format="int8", max_model_len=64, cuda_graph=False) as engine:
+        yield engine
+
+
+def decode_inputs(engine: LLMEngine, num_seqs: int, position: int) -> StepInputs:
+    """Every request at `position` of its own blocks."""
+    size = engine.config.block_size
+    tables = torch.arange(num_seqs * 4, dtype=torch.int32).view(num_seqs, 4)
+    inputs = StepInputs.idle(num_seqs, 4, engine.device)
+    return dataclasses.replace(
+        inputs,
+        input_ids=torch.randint(0, 300, (num_seqs,)),
+        positions=torch.full((num_seqs,), position),
+        slot_mapping=tables[:, position // size].long() * size + position % size,
+        block_tables=tables,
+        seq_lens=torch.full((num_seqs,), position + 1, dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_replayed_logits_are_the_eager_ones_bit_for_bit(engine, fused) -> None:
+    engine.apply(fused_kernels=fused)
+    eager = engine._loop.parts.runner.step
+    captured = CapturedStep(eager, CpuRecorder())
+    with torch.inference_mode():
+        for num_seqs in (1, 3, 2, 3):  # the second 3 replays what the first one captured
+            for position in (0, 1, 17):
+                inputs = decode_inputs(engine, num_seqs, position)
+                expected = eager(inputs).clone()
+                assert torch.equal(captured(inputs), expected)
+    assert len(captured._captures) == 3
+
+
+def test_plain_and_fused_compositions_agree_bit_for_bit(engine) -> None:
+    with torch.inference_mode():
+        logits = []
+        for fused in (False, True):
+            engine.apply(fused_kernels=fused)
+            step = engine._loop.parts.runner.step
+            torch.manual_seed(5)
+            for position in (0, 1, 2):
+                rows = step(decode_inputs(engine, 2, position)).clone()
+            logits.append(rows)
+    assert torch.equal(*logits)
+
+
+def test_a_prompt_slice_of_one_token_samples_nothing(engine) -> None:
+    step = CapturedStep(engine._loop.parts.runner.step, CpuRecorder())
+    inputs = decode_inputs(engine, 3, 2)
+    with torch.inference_mode():
+        every = step(inputs).clone()
+        some = step(dataclasses.replace(inputs, sample_rows=torch.tensor([0, 2])))
+    assert torch.equal(some, every[[0, 2]])
+
+
+def test_a_capture_refuses_operators_it_could_not_replay() -> None:
+    x = torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"aten\.mul.* cannot be captured on a CPU"):
+        CpuRecorder().record(lambda: x * 2, torch.device("cpu"))
+    replay, _ = CpuRecorder().record(lambda: load().add(x, x).view(3, 1), torch.device("cpu"))  # none is left open
+    replay()
+
+
+def test_a_capture_reads_its_inputs_anew_and_is_freed_with_its_owner() -> None:
+    x = torch.ones(4)
+    replay, result = CpuRecorder().record(lambda: load().add(load().add(x, x), x), torch.device("cpu"))
+    assert result.tolist() == [3.0] * 4
+    x.fill_(2.0)
+    replay()
+    assert result.tolist() == [6.0] * 4
+    handle = replay._handle
+    del replay
+    gc.collect()
+    with pytest.raises(ValueError, match=f"capture {handle} does not exist or was freed"):
+        load().replay(handle)
+
+
+def test_a_capture_refuses_to_copy_what_changes() -> None:
+    x = torch.ones(4, 6).t()
+    with pytest.raises(ValueError, match="which it would have to copy"):
+        CpuRecorder().record(lambda: load().add(x, x), torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_the_step_that_inductor_compiles_gives_the_same_tokens(engine) -> None:
+    """The alternative to a capture, kept to be measured against it."""
+    engine.apply(fused_kernels=True)
+    parts = engine._loop.parts
+    prompt = [5, 6, 7, 8]
+    expected = engine.generate([prompt, prompt[:3]], GREEDY)
+    compiled = CompiledStep(parts.runner.step)
+    compiled.prepare(lambda fraction: None)
+    eager, parts.runner.step = parts.runner.step, compiled
+    try:
+        again = engine.generate([prompt, prompt[:3]], GREEDY)
+    finally:
+        parts.runner.step = eager
+    assert [o.token_ids for o in again] == [o.token_ids for o in expected]
