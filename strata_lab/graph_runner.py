@@ -169,6 +169,8 @@ class CompiledStep:
 
         # Inductor's own default is a folder under /tmp, which a reboot empties.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", platformdirs.user_cache_dir("strata_lab") + "/inductor")
+        # Formats and compositions share one code object, whose compiled versions count together.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         self.eager = eager
         self._run = torch.compile(eager.every_row, dynamic=True, fullgraph=True)
 

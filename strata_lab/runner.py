@@ -61,7 +61,7 @@ class StepInputs:
             cumulative.append(len(ids))
             if item.samples:
                 samples.append(len(ids) - 1)
-        width = max(-(-n // block_size) for n in seq_lens)
+        width = max(2, *(-(-n // block_size) for n in seq_lens))  # inductor gives a width of 1 a graph of its own
         tables = [(item.block_table + [0] * width)[:width] for item in batch.items]
         return cls(
             input_ids=torch.tensor(ids, dtype=torch.int64, device=device),

@@ -1,5 +1,5 @@
-// What happens to x before the product: RMSNorm, then for integer weights quantization to int8 in groups of 32.
-// Each row is treated alone, so nothing depends on the batch.
+// What happens to x before a product with integer weights: quantization to int8 in groups of 32. Each row is treated
+// alone, so nothing depends on the batch.
 #pragma once
 
 #include <cmath>
@@ -16,25 +16,6 @@ struct IntRows {
   void* correction;  // [T, groups]
   int64_t groups;
 };
-
-// out = x / sqrt(mean(x^2) + eps) * weight over k columns.
-inline void rms_norm_row(const float* x, const float* weight, float eps, int64_t k, float* out) {
-  __m256 a = _mm256_setzero_ps(), b = _mm256_setzero_ps();
-  int64_t i = 0;
-  for (; i + 16 <= k; i += 16) {
-    const __m256 u = _mm256_loadu_ps(x + i), v = _mm256_loadu_ps(x + i + 8);
-    a = _mm256_fmadd_ps(u, u, a);
-    b = _mm256_fmadd_ps(v, v, b);
-  }
-  float sum = sum_lanes(_mm256_add_ps(a, b));
-  for (; i < k; ++i) sum += x[i] * x[i];
-  const float inverse = 1.0f / std::sqrt(sum / static_cast<float>(k) + eps);
-  const __m256 inverse8 = _mm256_set1_ps(inverse);
-  for (i = 0; i < k; i += 8) {
-    const __m256 scaled = _mm256_mul_ps(load_lanes(x + i, k - i), inverse8);
-    store_lanes(out + i, _mm256_mul_ps(scaled, load_lanes(weight + i, k - i)), k - i);
-  }
-}
 
 // One group of at most 32 columns -> codes, scale, and the sum of the codes. scale = amax / 127; codes round to
 // nearest even. A NaN or an infinity makes the scale NaN or infinite, so it reaches the output.

@@ -72,7 +72,7 @@ struct Rotation {
 
   void operator()(const float* x, const float* cos, const float* sin, int64_t dim, float* y) const {
     if (norm_weight != nullptr) {
-      scale_row(x, rms_factor(x, dim, eps), norm_weight, dim, y);
+      rms_norm_row(x, norm_weight, eps, dim, y);
       x = y;
     }
     rotate_row(x, cos, sin, dim, y);

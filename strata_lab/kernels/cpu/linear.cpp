@@ -10,6 +10,7 @@
 
 #include "dot_float.h"
 #include "dot_int.h"
+#include "norm.h"
 #include "parallel.h"
 #include "replay.h"
 #include "weights.h"

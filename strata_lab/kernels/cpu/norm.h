@@ -33,4 +33,9 @@ inline void scale_row(const float* x, float factor, const float* weight, int64_t
   }
 }
 
+// out = x / sqrt(mean(x^2) + eps) * weight; the one RMSNorm of this folder, so that fusing it changes no bit.
+inline void rms_norm_row(const float* x, const float* weight, float eps, int64_t count, float* out) {
+  scale_row(x, rms_factor(x, count, eps), weight, count, out);
+}
+
 }  // namespace strata

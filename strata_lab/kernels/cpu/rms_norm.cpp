@@ -29,7 +29,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
     for_each_task(tasks, true, [&](int64_t task) {
       for (int64_t row = task * rows_per_task; row < std::min(rows, (task + 1) * rows_per_task); ++row) {
         const float* r = from + row * width;
-        scale_row(r, rms_factor(r, width, static_cast<float>(eps)), scale, width, to + row * width);
+        rms_norm_row(r, scale, static_cast<float>(eps), width, to + row * width);
       }
     });
   });
