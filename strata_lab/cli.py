@@ -236,12 +236,17 @@ def climb(
     streams: Annotated[int, typer.Option(help="Concurrent requests of the several-streams part.")] = 4,
     rounds: Annotated[int, typer.Option(help="Runs after each change; before it one more.")] = 2,
     html: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("climb.html"),
-    results: Annotated[Path | None, typer.Option(help="Folder for climb.json. Default: beside the page.")] = None,
+    results: Annotated[
+        Path | None, typer.Option(help="Where the records go (.json). Default: beside the page.")
+    ] = None,
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
     """Measure every optimization on this machine, one at a time, as a table and a page."""
     engine_config(model, **given(options))
+    target = results or html.with_suffix(".json")
+    if target.suffix != ".json":
+        raise ConfigError(f"results={str(target)!r} must end in .json; try {target.with_suffix('.json')}")
     from strata_lab.bench import climb as climbing
     from strata_lab.bench.climb_report import html_page, text_table
     from strata_lab.bench.harness import write_results
@@ -250,7 +255,7 @@ def climb(
     with _bar() as progress:
         records = climbing.climb(model, progress=progress, **sizes, **given(options))
     data = [r.as_dict() for r in records]
-    path = write_results("climb", records, results or html.parent)
+    path = write_results(target.stem, records, target.parent)
     html.parent.mkdir(parents=True, exist_ok=True)
     html.write_text(html_page(data), encoding="utf-8")
     if as_json:

@@ -14,10 +14,10 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
-from strata_lab.config import BLOCK_SIZES, DEVICES, DTYPES, EngineConfig, Toggle, check_names, toggles
+from strata_lab.config import BLOCK_SIZES, CAPTURES, DEVICES, DTYPES, EngineConfig, Toggle, check_names, toggles
 from strata_lab.request import SamplingParams
 
-CHOICES = {"device": DEVICES, "dtype": DTYPES, "block_size": BLOCK_SIZES}
+CHOICES = {"device": DEVICES, "dtype": DTYPES, "block_size": BLOCK_SIZES, "capture": CAPTURES}
 # Sampling fields that make no sense as flags: a mapping, and what a stream of text cannot show.
 NO_FLAG = ("logit_bias", "logprobs")
 ON, OFF = ("on", "true", "yes", "1"), ("off", "false", "no", "0")

@@ -116,6 +116,7 @@ def test_wrong_values_of_toggles_say_what_would_be_right(name: str, text: str, m
         (["chat", "--temperature", "-1"], "temperature=-1.0 must be a number"),
         (["generate", "x", "-m", "no/such/model"], "no/such/model"),
         (["climb", "--tokens", "2"], "tokens=2 must be at least 8"),
+        (["climb", "--results", "folder"], "must end in .json; try folder.json"),
         (["climb", "--max-num-seqs", "0"], "max_num_seqs=0 must be at least 1"),
     ],
 )
@@ -296,10 +297,10 @@ def test_climb_writes_a_table_a_page_and_records(tmp_path: Path, monkeypatch: py
     assert "baseline" in result.stdout
     assert "12.5" in result.stdout
     assert page.read_text().startswith("<!doctype html>")
-    assert json.loads((page.parent / "climb.json").read_text())[0]["metrics"]["output_tok_s"] == 12.5
-    again = strata("climb", "-m", "tiny", "--html", page, "--results", tmp_path / "elsewhere", "--json")
+    assert json.loads((page.parent / "page.json").read_text())[0]["metrics"]["output_tok_s"] == 12.5
+    again = strata("climb", "-m", "tiny", "--html", page, "--results", tmp_path / "else" / "where.json", "--json")
     assert json.loads(again.stdout)[0]["name"] == "climb/baseline"
-    assert (tmp_path / "elsewhere" / "climb.json").is_file()
+    assert (tmp_path / "else" / "where.json").is_file()
 
 
 def test_the_climb_offers_no_flag_for_what_it_sets_itself() -> None:

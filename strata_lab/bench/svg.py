@@ -15,7 +15,7 @@ from typing import Literal
 COLUMN_WIDTH = 64
 TARGET_WIDTH, MIN_PITCH, MAX_PITCH = 1080, 104, 150  # columns share the target, within these distances
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 30, 62  # room for axis, edge, values and labels, in pixels
-PLOT_HEIGHT = 250
+PLOT_HEIGHT = 280
 MAX_TICKS = 5
 
 
@@ -98,7 +98,7 @@ def _column(c: Column, x: float, y: Callable[[float], float]) -> str:
     if c.ghost is not None:
         parts.append(
             f'<path class="ghost" d="M{x - 5} {base}V{y(c.ghost)}H{x + COLUMN_WIDTH + 5}V{base}"/>'
-            f'<text class="ceiling" x="{middle}" y="{y(c.ghost) - 5}">{number(c.ghost)}</text>'
+            f'<text class="ceiling" x="{x + COLUMN_WIDTH + 9}" y="{y(c.ghost) + 4}">{number(c.ghost)}</text>'
         )
     if c.value is not None:
         top = y(c.value)

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 TOKEN = "strata"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
@@ -41,9 +42,12 @@ _ASK = """async (code) => {
   return out;
 }"""
 _IDLE = "window.jupyterapp?.shell?.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'"
+# True when every cell ran, the error's text when one failed, false while they run.
 _ALL_RAN = """() => {
+  const error = document.querySelector(".jp-RenderedText[data-mime-type='application/vnd.jupyter.error']");
+  if (error) return error.textContent;
   const prompts = [...document.querySelectorAll(".jp-CodeCell .jp-InputPrompt")].map((e) => e.textContent);
-  return prompts.length && prompts.every((text) => /\\[\\d+\\]/.test(text));
+  return prompts.length > 0 && prompts.every((text) => /\\[\\d+\\]/.test(text));
 }"""
 
 
@@ -80,7 +84,12 @@ def jupyter_lab(folder: Path) -> Iterator[str]:
             f"--ServerApp.root_dir={folder}", "--LabApp.expose_app_in_browser=True",
             "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate", "--LabApp.extension_manager=readonly",
         ]  # fmt: skip
-        environment = {**os.environ, "JUPYTER_CONFIG_DIR": str(settings.parent), "JUPYTER_DATA_DIR": f"{scratch}/data"}
+        environment = {
+            **os.environ,
+            "JUPYTER_CONFIG_DIR": str(settings.parent),
+            "JUPYTER_DATA_DIR": f"{scratch}/data",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "widgets")]),  # also where nothing is installed
+        }
         with open(Path(scratch) / "log", "w") as log:
             server = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -133,9 +142,11 @@ class LabPage:
         self.page.wait_for_function(_IDLE, timeout=60_000)
 
     def run_all(self, timeout_s: float) -> None:
-        """Run all cells and wait for the last one."""
+        """Run all cells and wait for the last one; raises `RuntimeError` with the error of a cell that fails."""
         self.command("notebook:run-all-cells")
-        self.page.wait_for_function(_ALL_RAN, timeout=timeout_s * 1e3)
+        result = self.page.wait_for_function(_ALL_RAN, timeout=timeout_s * 1e3).json_value()
+        if result is not True:
+            raise RuntimeError(f"a cell failed: {result}")
 
     def command(self, name: str, **arguments: Any) -> None:
         """Run a JupyterLab command."""
