@@ -8,6 +8,7 @@ import torch
 from strata_lab.engine import LLMEngine
 from strata_lab.models.hub import find_model
 from strata_lab.request import SamplingParams
+from tests.test_models import our_logits
 
 MODEL = "smollm2-135m"
 PROMPTS = (
@@ -32,7 +33,8 @@ PROMPTS = (
     "北京是",
     "<|im_start|>user\nWhat is gravity?<|im_end|>\n<|im_start|>assistant\n",
 )
-GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+FORCED = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=64)
 
 pytestmark = pytest.mark.skipif(find_model(MODEL) is None, reason=f"{MODEL} is not installed; run `make model`")
 
@@ -42,7 +44,7 @@ def outputs():
     """Our greedy continuations in float32."""
     with LLMEngine(MODEL, device="cpu", dtype="float32", cuda_graph=False) as engine:
         assert engine.optimizations.weight_format == engine.optimizations.kv_cache_dtype == "fp32"
-        return engine.generate(list(PROMPTS), GREEDY)
+        return engine.generate(list(PROMPTS), FORCED)
 
 
 def test_greedy_text_equals_transformers(outputs) -> None:
@@ -59,14 +61,21 @@ def test_greedy_text_equals_transformers(outputs) -> None:
         assert chosen.tolist() == list(output.token_ids), output.prompt
 
 
-def test_the_default_formats_answer_the_question() -> None:
-    with LLMEngine(MODEL, device="cpu", cuda_graph=False) as engine:
-        assert engine.optimizations.weight_format == "int4"  # what the file stores
-        answer = engine.chat([{"role": "user", "content": "What is the capital of France?"}], GREEDY_CHAT)
+def test_the_exact_engine_answers_the_question() -> None:
+    with LLMEngine(MODEL, device="cpu", dtype="float32") as engine:
+        answer = engine.chat([{"role": "user", "content": "What is the capital of France?"}], GREEDY)
     assert answer.text == "The capital of France is Paris." and answer.finish_reason == "stop"
 
 
-GREEDY_CHAT = SamplingParams(temperature=0, max_tokens=32)
+def test_the_default_formats_stay_close_to_the_exact_model() -> None:
+    """Weights as stored (lossless) and activations in int8 groups: a mean KL divergence below 0.01 nats per position."""
+    with LLMEngine(MODEL, device="cpu", max_model_len=512) as engine:
+        assert engine.optimizations.weight_format == "int4"  # what the file stores
+        tokens = engine.tokenizer.encode(" ".join(PROMPTS[:8]))
+    options = {"slices": (len(tokens),), "max_model_len": 512, "cuda_graph": False}
+    exact, ours = (our_logits(MODEL, tokens, dtype=d, **options).log_softmax(-1) for d in ("float32", "auto"))
+    divergence = (exact.exp() * (exact - ours)).sum(-1)
+    assert divergence.mean().item() < 0.01
 
 
 @pytest.mark.parametrize(
