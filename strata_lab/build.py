@@ -78,7 +78,7 @@ class Builder:
         limit = self.model_config.max_position
         if wish.max_model_len is not None and wish.max_model_len > limit:
             raise ConfigError(
-                f"max_model_len={wish.max_model_len} is more than the {limit} positions that {self.checkpoint.name} was "
+                f"max_model_len={wish.max_model_len} is more than the {limit} positions {self.checkpoint.name} was "
                 f"made for; try {limit}"
             )
         changes: dict[str, Any] = {}

@@ -1,9 +1,9 @@
 """The decode step without Python between its operators: captured once per shape, then replayed.
 
-A capture is a list of operator calls at fixed addresses. On a GPU it is a CUDA graph; on a CPU it is the same thing kept
-by `kernels/cpu/replay.cpp`. A step copies its inputs into the captured addresses and replays; rows that only pad write
-nowhere (slot -1) and read one slot. Steps that are not pure decode go to `EagerStep`. `CompiledStep` is the alternative that
-inductor offers on a CPU. Nothing here knows toggles.
+A capture is a list of operator calls at fixed addresses. On a GPU it is a CUDA graph; on a CPU it is the same thing,
+kept by `kernels/cpu/replay.cpp`. A step copies its inputs into the captured addresses and replays; rows that only pad
+write nowhere (slot -1) and read one slot. Steps that are not pure decode go to `EagerStep`. `CompiledStep` is the
+alternative that inductor offers on a CPU. Nothing here knows toggles.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ class _OnlyOurOperators(TorchDispatchMode):
 class CompiledStep:
     """The whole decode step as one graph compiled by inductor; results are cached on disk.
 
-    Slower to make than a capture by minutes, and to run by the Python that inductor keeps between our operators; kept to
-    measure that, and for compositions with many small torch operators (docs/experiments.md).
+    Slower to make than a capture by minutes, and to run by the Python that inductor keeps between our operators. Kept to
+    measure that (docs/decisions/0007-cpu-capture-is-replay.md).
     """
 
     def __init__(self, eager: EagerStep) -> None:

@@ -68,7 +68,7 @@ def test_the_exact_engine_answers_the_question() -> None:
 
 
 def test_the_default_formats_stay_close_to_the_exact_model() -> None:
-    """Weights as stored (lossless) and activations in int8 groups: a mean KL divergence below 0.01 nats per position."""
+    """Weights as stored (lossless), activations in int8 groups: mean KL divergence below 0.01 nats per position."""
     with LLMEngine(MODEL, device="cpu", max_model_len=512) as engine:
         assert engine.optimizations.weight_format == "int4"  # what the file stores
         tokens = engine.tokenizer.encode(" ".join(PROMPTS[:8]))

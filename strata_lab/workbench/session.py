@@ -100,11 +100,16 @@ class Workbench:
         """The engine, once it is loaded. Raises what loading raised, or `TimeoutError`."""
         if not self._ready.wait(timeout_s):
             raise TimeoutError(f"{self.model} is still loading after {timeout_s} s; wait longer, or look at the panel")
+        return self._live()[0]
+
+    def _live(self) -> tuple[Any, Feed]:
+        self._ready.wait()
         if self._problem is not None:
             raise self._problem
-        if self._closed:
-            raise RuntimeError("this workbench was closed; make a new one with Workbench(...)")
-        return self._engine
+        with self._lock:
+            if self._engine is None or self._feed is None:
+                raise RuntimeError("this workbench was closed; make a new one with Workbench(...)")
+            return self._engine, self._feed
 
     def _load(self, model: Any, options: dict[str, Any]) -> None:
         header = self.panels.header
@@ -128,12 +133,12 @@ class Workbench:
             engine.start()
             self._engine = engine
             self._feed = Feed(engine, self.panels)
-        can_chat = bool(getattr(engine.tokenizer, "chat_template", None))
-        self.panels.header.push(state="ready", task="", fraction=-1.0)
-        self.panels.toggles.push(enabled=True)
-        self.panels.prompt.push(enabled=True, can_chat=can_chat)
-        self._feed.start()
-        self._ready.set()
+            can_chat = bool(getattr(engine.tokenizer, "chat_template", None))
+            self.panels.header.push(state="ready", task="", fraction=-1.0)
+            self.panels.toggles.push(enabled=True)
+            self.panels.prompt.push(enabled=True, can_chat=can_chat)
+            self._feed.start()
+            self._ready.set()
 
     def close(self) -> None:
         """Stop the threads, end the requests, close an engine that was loaded here. Safe to repeat; the panel stays."""
@@ -190,7 +195,7 @@ class Workbench:
         Raises:
             RequestError: the prompt or a number cannot be served; nothing of the call is left running.
         """
-        engine, feed = self.wait_ready(), self._feed
+        engine, feed = self._live()
         if isinstance(num_streams, bool) or not isinstance(num_streams, int) or not 1 <= num_streams <= MAX_LANES:
             raise RequestError(f"streams={num_streams!r} must be a whole number from 1 to {MAX_LANES}; try 4")
         if not prompt.strip():
@@ -200,7 +205,6 @@ class Workbench:
         message = [{"role": "user", "content": prompt}] if use_chat else prompt
         batch = f"wb{next(self._count)}"
         lanes = [Lane(f"{self.name}-{batch}-{i + 1}", f"Stream {i + 1}", prompt) for i in range(num_streams)]
-        assert feed is not None
         feed.open(lanes, lambda: _send(engine, message, params, lanes))
         return Run(lanes)
 
@@ -217,7 +221,7 @@ class Workbench:
             self.generate(str(prompt), **fields)
             answer = {"ok": True, "text": ""}
         except Exception as error:  # in words, in the panel; what was typed stays there
-            answer = {"ok": False, "text": str(error)}
+            answer = {"ok": False, "text": str(error) or type(error).__name__}
         self.panels.prompt.push(answer={"number": next(self._count), **answer})
 
     # -- settings -----------------------------------------------------------------------------------------------
