@@ -20,7 +20,7 @@ _CPU = {
 _CUDA = {
     "cuda_graph": "Decode steps replay a CUDA graph per batch size instead of launching each kernel from Python.",
     "fused_kernels": "q/k/v and gate/up are one product each, with the same operators as the unfused step otherwise.",
-    "weight_format": "Fewer bytes per weight; products dequantize in plain torch, which so far costs more than it saves.",
+    "weight_format": "Fewer bytes per weight; products dequantize in plain torch, which costs more than it saves.",
     "kv_cache_dtype": "fp8 holds twice the tokens of bf16 and halves what attention reads at long context.",
     "gpu_memory_utilization": "Share of the card's memory for weights, KV pool and workspace together.",
 }

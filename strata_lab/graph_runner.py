@@ -160,7 +160,7 @@ class _OnlyOurOperators(TorchDispatchMode):
 class CompiledStep:
     """The whole decode step as one graph compiled by inductor; results are cached on disk.
 
-    Slower to make than a capture by minutes, and to run by the Python that inductor keeps between our operators. Kept to
+    Slower to make than a capture by minutes, and slower to run: inductor keeps Python between our operators. Kept to
     measure that (docs/decisions/0007-cpu-capture-is-replay.md).
     """
 
