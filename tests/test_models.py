@@ -7,7 +7,8 @@ import torch
 
 from strata_lab.config import ConfigError
 from strata_lab.engine import LLMEngine
-from strata_lab.kernels.moe import moe_mlp_cpu, moe_mlp_ref, router_topk_ref
+from strata_lab.kernels.moe_mlp import moe_mlp_cpu, moe_mlp_ref
+from strata_lab.kernels.router_topk import router_topk_ref
 from strata_lab.models import get_family
 from strata_lab.models.presets import PRESETS, preset_config, tensor_shapes
 from strata_lab.request import SamplingParams

@@ -37,8 +37,8 @@ OPERATORS: dict[str, dict[str, str]] = {
         "reference": f"{_HERE}.qkv_rope_append:qkv_rope_append_ref",
         "cpu": f"{_HERE}.qkv_rope_append:qkv_rope_append_cpu",
     },
-    "router_topk": {"reference": f"{_HERE}.moe:router_topk_ref", "cpu": f"{_HERE}.moe:router_topk_ref"},
-    "moe_mlp": {"reference": f"{_HERE}.moe:moe_mlp_ref", "cpu": f"{_HERE}.moe:moe_mlp_cpu"},
+    "router_topk": {"reference": f"{_HERE}.router_topk:router_topk_ref", "cpu": f"{_HERE}.router_topk:router_topk_ref"},
+    "moe_mlp": {"reference": f"{_HERE}.moe_mlp:moe_mlp_ref", "cpu": f"{_HERE}.moe_mlp:moe_mlp_cpu"},
 }
 BACKENDS = ("reference", "cpu")
 
@@ -53,7 +53,8 @@ _SPECS = (
     f"{_HERE}.kv_append:SPEC",
     f"{_HERE}.paged_attention:SPEC",
     f"{_HERE}.qkv_rope_append:SPEC",
-    f"{_HERE}.moe:SPEC",
+    f"{_HERE}.router_topk:SPEC",
+    f"{_HERE}.moe_mlp:SPEC",
 )
 
 

@@ -1,7 +1,7 @@
-"""Routing and experts of a mixture of experts, as plain torch.
+"""The experts of a mixture: sum over the chosen ones of weight * down(silu(gate(x)) * up(x)).
 
-`router_topk` picks the experts, `moe_mlp` runs them. Bytes moved at small batch: every *distinct* expert once. Few
-tokens gather their experts' weights; many tokens visit every expert, with a share of 0 for those routed elsewhere.
+x [T, hidden] is not changed; the result is a new one like it. Bytes moved at small batch: every distinct expert once.
+Few tokens gather their experts' weights; many tokens visit every expert, with a share of 0 for those routed elsewhere.
 Neither way asks the host which experts were chosen, so a CUDA graph can hold both.
 """
 
@@ -15,28 +15,10 @@ import torch
 from torch import Tensor
 
 from strata_lab.kernels.linear import linear
+from strata_lab.kernels.router_topk import router_topk_ref
 from strata_lab.kernels.spec import Case, KernelSpec
 from strata_lab.quant import get_format
 from strata_lab.quant.base import LinearWeight
-
-
-def router_topk_ref(x: Tensor, router: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Softmax over experts, then the `top_k` best.
-
-    Args:
-        x: [T, hidden].
-        router: [E, hidden].
-        top_k: experts per token.
-        normalize: divide the chosen weights by their sum.
-
-    Returns:
-        weights [T, top_k] float32 and expert ids [T, top_k] int64, best first.
-    """
-    probs = torch.softmax(x.float() @ router.float().t(), dim=-1)
-    weights, expert_ids = torch.topk(probs, top_k, dim=-1)
-    if normalize:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights, expert_ids
 
 
 def moe_mlp_ref(x: Tensor, gate_up: LinearWeight, down: LinearWeight, weights: Tensor, expert_ids: Tensor) -> Tensor:
