@@ -186,6 +186,23 @@ def test_outside_a_checkout_the_commit_is_unknown(tmp_path: Any, monkeypatch: py
     assert harness.commit() == "unknown"
 
 
+def test_measuring_waits_until_other_programs_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle_total = iter([(0.0, 0.0), (0.5, 2.0), (0.5, 2.0), (2.4, 4.0), (2.4, 4.0), (4.3, 6.0), (9.0, 9.0)])
+    monkeypatch.setattr(harness.hardware, "processor_times", lambda: next(idle_total))
+    monkeypatch.setattr(harness, "QUIET_SAMPLE_S", 0.0)
+    assert harness.wait_until_quiet() == pytest.approx(0.05), "75% busy, then 5% busy"
+    assert next(idle_total) == (2.4, 4.0)
+
+
+def test_waiting_for_quiet_gives_up_and_says_how_busy_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(1000))
+    monkeypatch.setattr(harness.hardware, "processor_times", lambda: (0.0, float(next(ticks))))
+    monkeypatch.setattr(harness, "QUIET_SAMPLE_S", 0.0)
+    assert harness.wait_until_quiet(limit_s=0.01) == 1.0
+    monkeypatch.setattr(harness.hardware, "processor_times", lambda: None)
+    assert harness.wait_until_quiet() == 0.0, "a system that does not tell is taken to be quiet"
+
+
 # -- workloads --------------------------------------------------------------------------------------------------------
 
 

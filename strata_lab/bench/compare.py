@@ -18,10 +18,11 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from strata_lab.bench.harness import Environment, Record, Spread, interleave, write_results
+from strata_lab.bench.harness import Environment, Record, Spread, interleave, wait_until_quiet, write_results
 from strata_lab.bench.measure import run
 from strata_lab.bench.workloads import Workload, batch, single_stream
 from strata_lab.config import CAPTURES, DEFAULT_MODEL
@@ -144,11 +145,24 @@ def peers(
     return started, missing
 
 
-def compare(engine: Any, formats: Sequence[str], others: Sequence[Peer], sizes: Sizes) -> dict[str, list[Figures]]:
-    """Interleave everybody; name to the figures of each round."""
+def compare(
+    engine: Any, formats: Sequence[str], others: Sequence[Peer], sizes: Sizes
+) -> tuple[dict[str, list[Figures]], float]:
+    """Interleave everybody, each turn as soon as the machine is quiet.
+
+    Returns:
+        Name to the figures of each round, and the largest share of the processors that other programs used before
+        a turn.
+    """
     everybody: list[Ours | Peer] = [Ours(engine, weight_format, sizes) for weight_format in formats]
     everybody += others
-    return interleave({who.name: who.measure for who in everybody}, sizes.rounds)
+    busy: list[float] = []
+
+    def turn(who: Ours | Peer) -> Figures:
+        busy.append(wait_until_quiet())
+        return who.measure()
+
+    return interleave({who.name: partial(turn, who) for who in everybody}, sizes.rounds), max(busy)
 
 
 def records(
@@ -157,6 +171,7 @@ def records(
     model: str,
     sizes: Sizes,
     environment: Environment,
+    busy: float = 0.0,
 ) -> list[Record]:
     """One record per figure and peer engine: our best variant against the peer's best."""
     made = []
@@ -191,7 +206,8 @@ def records(
                             "median": statistics.median(f[figure] for f in results[theirs]),
                         },
                     },
-                    note=f"{ratio:.2f}x; best of {sizes.rounds} interleaved rounds for both sides",
+                    note=f"{ratio:.2f}x; best of {sizes.rounds} interleaved rounds for both sides; "
+                    f"other programs used up to {busy:.0%} of the processors before a turn",
                 )
             )
     return made
@@ -247,11 +263,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for sentence in missing:
             log.print(f"left out: {sentence}")
         try:
-            results = compare(engine, formats, others, sizes)
+            results, busy = compare(engine, formats, others, sizes)
         finally:
             for peer in others:
                 peer.close()
-    made = records(results, {p.name: p.version for p in others}, args.model, sizes, environment)
+    made = records(results, {p.name: p.version for p in others}, args.model, sizes, environment, busy)
     console.print(table(results))
     for record in made:
         console.print(f"{record.name}: {record.note}")

@@ -12,6 +12,7 @@ import os
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -23,6 +24,8 @@ from strata_lab.telemetry import hardware
 REPOSITORY = Path(__file__).resolve().parents[2]
 VERSIONED = ("torch", "triton", "transformers")
 GIB = 1 << 30
+QUIET_SHARE = 0.1  # of all cores: what a machine at rest uses for itself
+QUIET_SAMPLE_S = 1.0
 RECORD_FIELDS = (
     "name", "date", "commit", "script", "hardware", "versions", "conditions", "metrics", "spread", "peer", "note",
 )  # fmt: skip
@@ -181,6 +184,24 @@ def a_b_a(switch: Callable[[str], None], measure: Callable[[], T], rounds: int) 
         switch(side)
         results[side].append(measure())
     return results["a"], results["b"]
+
+
+def wait_until_quiet(limit_s: float = 60.0) -> float:
+    """Wait until other programs leave the processors alone; return the share they still used at the end, 0 to 1.
+
+    Two programs that share few cores do not halve each other's speed but ruin it, because threads that wait for each
+    other at a barrier burn the time that the other one needs. Systems that do not tell are taken to be quiet.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        before = hardware.processor_times()
+        time.sleep(QUIET_SAMPLE_S)
+        after = hardware.processor_times()
+        if before is None or after is None or after[1] <= before[1]:
+            return 0.0
+        busy = 1.0 - (after[0] - before[0]) / (after[1] - before[1])
+        if busy <= QUIET_SHARE or time.monotonic() > deadline:
+            return max(0.0, busy)
 
 
 def commit() -> str:

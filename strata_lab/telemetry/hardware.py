@@ -105,6 +105,16 @@ def load_average() -> float | None:
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
+def processor_times() -> tuple[float, float] | None:
+    """Seconds that all cores together were idle, and that passed, since the start; None where the system hides it."""
+    fields = _field(r"cpu\s+(.*)$", _read("/proc/stat")).split()
+    if len(fields) < 5:
+        return None
+    ticks = [int(f) for f in fields[:8]]  # user nice system idle iowait irq softirq steal; guests are in user already
+    hz = os.sysconf("SC_CLK_TCK")
+    return (ticks[3] + ticks[4]) / hz, sum(ticks) / hz
+
+
 def gpus() -> list[GpuInfo]:
     """Every GPU the NVIDIA driver shows; empty without a driver or without `nvidia-ml-py`."""
     nvml = _nvml()
