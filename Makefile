@@ -62,7 +62,8 @@ bench: setup-dev model  ## compare with transformers and llama.cpp where they ar
 	@$(PY) -m strata_lab.bench.compare
 
 gpu: setup-dev  ## the tests that need a CUDA device
-	@$(PY) -m pytest -m gpu $(SELECT)
+	@mkdir -p artifacts && $(PY) -m pytest -m gpu --junitxml=artifacts/gpu.xml $(SELECT)
+	$(if $(K),,@$(PY) -m strata_lab.bench.gpu_record artifacts/gpu.xml)
 
 screenshot: setup-dev model  ## take the README's picture: the workbench in a real browser, mid-decode
 	@$(PY) -m tests.browser.screenshot docs/workbench.png

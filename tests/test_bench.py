@@ -577,3 +577,17 @@ def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, 
     assert "--llama-python" in missing[0]
     started, missing = compare.peers(tmp_path / "m.gguf", {}, compare.Sizes(), "python", tmp_path)
     assert [p.name for p in started][1:] == ["llama.cpp shipped", "llama.cpp q8_0", "llama.cpp f16"]
+
+
+def test_a_gpu_run_is_recorded_by_outcome_and_file(tmp_path) -> None:
+    from strata_lab.bench.gpu_record import record
+    from strata_lab.bench.harness import Environment
+
+    report = tmp_path / "gpu.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase classname="tests.gpu.a" name="x"/><testcase classname="tests.gpu.a" name="y">'
+        '<failure/></testcase><testcase classname="tests.b" name="z"><skipped/></testcase></testsuite></testsuites>'
+    )
+    environment = Environment(hardware={"gpu": "some"}, versions={}, date="2026-01-01", commit="abc")
+    metrics = record(report, environment).metrics
+    assert metrics == {"passed": 1, "failed": 1, "skipped": 1, "passed_by_file": {"tests.gpu.a": 1}}

@@ -1,0 +1,53 @@
+"""When the GPU tests last passed, and on what: `python -m strata_lab.bench.gpu_record JUNIT_XML`, called by `make gpu`.
+
+CI has no GPU, so `docs/results/gpu_tests.json` is how a reader sees what was proven. It runs no test itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+
+from strata_lab.bench.harness import Environment, Record, write_results
+
+
+def record(report: Path, environment: Environment) -> Record:
+    """One record of a pytest run: how many tests passed, failed and were skipped, by file."""
+    outcomes: Counter[str] = Counter()
+    files: Counter[str] = Counter()
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        bad = case.find("failure") is not None or case.find("error") is not None
+        outcome = "failed" if bad else "skipped" if case.find("skipped") is not None else "passed"
+        outcomes[outcome] += 1
+        if outcome == "passed":
+            files[case.get("classname", "")] += 1
+    return environment.record(
+        "gpu_tests",
+        script="make gpu",
+        conditions={},
+        metrics={
+            **{k: outcomes[k] for k in ("passed", "failed", "skipped")},
+            "passed_by_file": dict(sorted(files.items())),
+        },
+        note="correctness only; no speed is measured here",
+    )
+
+
+def main() -> None:
+    """Write `docs/results/gpu_tests.json` (or into --results) from pytest's JUnit report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("report", type=Path, help="what pytest --junitxml wrote")
+    parser.add_argument("--results", type=Path, help="folder; default docs/results")
+    parser.add_argument("--commit", help="commit of the tested tree, where git cannot tell")
+    args = parser.parse_args()
+    environment = Environment.now("cuda")
+    if args.commit:
+        environment = dataclasses.replace(environment, commit=args.commit)
+    write_results("gpu_tests", [record(args.report, environment)], args.results)
+
+
+if __name__ == "__main__":
+    main()
