@@ -28,6 +28,10 @@ def engine(request, tmp_path_factory):
     """A tiny dense model of each family."""
     folder, _ = write_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
     with LLMEngine(folder, device="cpu", weight_format="int8", max_model_len=64, cuda_graph=False) as engine:
+        for index in range(engine.model_config.num_layers):  # tests read context that no step has written
+            layer = engine._loop.parts.kv.layer(index)
+            layer.k.normal_()
+            layer.v.normal_()
         yield engine
 
 

@@ -15,7 +15,7 @@ NOTEBOOK = "00_workbench.ipynb"
 RUN_ALL_S = 500.0  # the first time on a busy machine, the decode step is compiled
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # not the session: the browser driver keeps an asyncio loop running in this thread
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabPage]:
     """The workbench notebook after Run All, with a short demonstration and a second view of the panel at its end."""
     reason = why_no_browser()
