@@ -302,6 +302,12 @@ def test_a_failed_request_fails_the_run() -> None:
         run(engine, single_stream(8, 8))
 
 
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other programs do is no concern of a stub's climb."""
+    monkeypatch.setattr(climbing, "wait_until_quiet", lambda limit_s: 0.0)
+
+
 # -- the climb --------------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from strata_lab.bench.harness import Environment, Record, Spread, a_b_a, check_mbu
+from strata_lab.bench.harness import Environment, Record, Spread, a_b_a, check_mbu, wait_until_quiet
 from strata_lab.bench.measure import Run, run
 from strata_lab.bench.workloads import Workload, single_stream, uneven
 from strata_lab.config import DEFAULT_MODEL, ConfigError, Optimizations, toggles
@@ -34,6 +34,7 @@ GPU_ONLY = {("weight_format", "fp8")}  # no CPU multiplies by 8-bit floats
 NEEDS_SEVERAL = {"continuous_batching"}  # says nothing with one stream
 WARM_UP_TOKENS = 4
 MIN_TOKENS = 8
+QUIET_LIMIT_S = 5.0  # how long a stage waits for other programs to end; a desktop is never quite still
 
 ProgressFn = Callable[[str, float], None]
 
@@ -180,6 +181,7 @@ class Climb:
             self._step += 1
             return run(self.engine, self.workloads[series])
 
+        wait_until_quiet(QUIET_LIMIT_S)
         sides["a"].runs, sides["b"].runs = a_b_a(switch, measure, self.rounds)
         sides["b"].speedup = _median(sides["b"].runs, series) / _median(sides["a"].runs, series)
         return sides["a"], sides["b"]

@@ -196,7 +196,11 @@ def records(
                         "output_tokens": sizes.output_tokens,
                         "context": sizes.prompt_tokens + sizes.output_tokens // 2,
                     },
-                    metrics={metric: best[mine], "ratio_to_peer": ratio, "all_variants": best},
+                    metrics={
+                        metric: best[mine],
+                        "ratio_to_peer": ratio,
+                        "all_rounds": {name: [f[figure] for f in rounds] for name, rounds in results.items()},
+                    },
                     spread=Spread.of(values),
                     peer={
                         "name": theirs,
