@@ -58,7 +58,8 @@ class Panel:
         shown.filter(has_text="e").wait_for(timeout=PATIENCE_MS)  # there is no English sentence without one
 
     def stop(self) -> None:
-        self.root.get_by_role("button", name="Stop").click()
+        """Press Stop, which does nothing where the text has just ended by itself."""
+        self.root.get_by_role("button", name="Stop").evaluate("button => button.click()")
         self.root.locator("[data-state=ready]").wait_for(timeout=PATIENCE_MS)
 
     def wait_checked(self, name: str, checked: bool) -> None:
@@ -142,6 +143,16 @@ def test_the_panel_works_by_keyboard_alone_and_triggers_no_notebook_shortcut(lab
     panel.root.locator(".readout", has_text="before the latest").wait_for(timeout=PATIENCE_MS)
     assert lab.page.locator(".jp-Cell").count() == cells
     panel.stop()
+
+
+def test_stop_ends_the_streams_and_keeps_their_text(lab: LabPage, panel: Panel) -> None:
+    panel.generate("Write a long story about a ship.", streams=4, tokens=3000)
+    panel.root.get_by_role("button", name="Stop").click()
+    panel.root.locator("[data-state=ready]").wait_for(timeout=PATIENCE_MS)
+    assert panel.text.text_content()
+    tokens = in_kernel(lab, "wb.engine.stats().num_output_tokens")
+    panel.lab.page.wait_for_timeout(500)
+    assert in_kernel(lab, "wb.engine.stats().num_output_tokens") == tokens
 
 
 def test_a_second_view_shows_the_same_and_can_be_used(lab: LabPage, panel: Panel) -> None:
