@@ -1,0 +1,66 @@
+"""What all Triton kernels share: which card this is, and how a kernel waits for the one before it.
+
+Programmatic dependent launch (PDL, compute capability 9.0 on): a kernel may start while its predecessor still runs, load
+weights, which nobody writes, and then `wait` for the predecessor's results. The rule in this package:
+
+    load what no kernel of the step writes -> wait(PDL) -> trigger(PDL) -> read, compute, store
+
+`trigger` lets the successor start. As it comes after the own `wait`, whatever runs before its own `wait` may rely on
+everything but the results of the kernel just before it. On other cards and in the interpreter both are nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+PDL_CAPABILITY = (9, 0)
+INTERPRETED_SMS = 4  # keeps grids small where a program costs milliseconds
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Block until the kernel before this one has finished and its stores are visible."""
+    if PDL:
+        cuda.gdc_wait()
+
+
+@triton.jit
+def trigger(PDL: tl.constexpr):
+    """Allow the kernel after this one to start, once every program of this one has said so."""
+    if PDL:
+        cuda.gdc_launch_dependents()
+
+
+@functools.cache
+def has_pdl(device: torch.device) -> bool:
+    """Whether kernels on this device can be launched with `launch_pdl=True`."""
+    return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= PDL_CAPABILITY
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of the device."""
+    if device.type != "cuda":
+        return INTERPRETED_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def options(device: torch.device, *, num_warps: int = 4, num_stages: int = 3) -> dict[str, Any]:
+    """Keyword arguments of a launch: `PDL` for the kernel and what the launcher needs to honour it."""
+    pdl = has_pdl(device)
+    return {"PDL": pdl, "num_warps": num_warps, "num_stages": num_stages} | ({"launch_pdl": True} if pdl else {})
+
+
+def dot_dtype(x: torch.dtype) -> Any:
+    """What operands of `tl.dot` are cast to for activations of dtype `x`, a constexpr.
+
+    The interpreter multiplies bfloat16 wrongly, so there it is always float32.
+    """
+    return tl.float32 if INTERPRETED or x == torch.float32 else {torch.float16: tl.float16}.get(x, tl.bfloat16)
