@@ -62,7 +62,7 @@ class Builder:
         self.fallbacks: list[Fallback] = []
         self.device = _device(config.device)
         self.dtype = self._dtype(config.dtype)
-        self.checkpoint = _open(config)
+        self.checkpoint = _open(config, self.device)
         self.model_config = self.checkpoint.config
         self.backend = self._backend()
         self.rotary = rotary_table(self.model_config, self.model_config.max_position, self.device)
@@ -258,10 +258,10 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _open(config: EngineConfig) -> Any:
+def _open(config: EngineConfig, device: torch.device) -> Any:
     preset = preset_config(config.model)
     if preset is not None:
-        return PresetCheckpoint(config.model, preset, config.seed)
+        return PresetCheckpoint(config.model, preset, config.seed, device)
     from strata_lab.models.loader import open_checkpoint
 
     return open_checkpoint(config.model)

@@ -143,6 +143,11 @@ class Runner:
     def __init__(self, step: Step, sampler: Sampler, block_size: int, device: torch.device) -> None:
         self.step, self.sampler, self.block_size, self.device = step, sampler, block_size, device
 
+    lookahead = 0  # tokens that it wants blocks reserved for
+
+    def settle(self) -> None:
+        """Wait until nothing of it runs on the device any more: there is nothing left behind between two steps."""
+
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> StepResult:
         """Compute the batch; the tokens are those of the items that sample, in the batch's order."""

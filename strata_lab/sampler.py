@@ -108,13 +108,105 @@ class _Plan:
         return same and logits.shape[1] == self.vocab_size and logits.device == self.device
 
 
+def inverse_temperature(params: SamplingParams) -> float:
+    """1 / temperature, finite; 0 for greedy. A subnormal temperature has no finite inverse: the cap acts the same."""
+    return 0.0 if params.greedy else min(1 / params.temperature, sys.float_info.max)
+
+
 def _filters(params: Sequence[SamplingParams], top_k: list[int], all_top_k: bool, device: torch.device) -> Filters:
-    # A subnormal temperature has no finite inverse; the cap leaves only the best token, as it would.
-    rows = [[min(1 / p.temperature, sys.float_info.max), p.top_p, p.min_p] for p in params]
+    rows = [[inverse_temperature(p), p.top_p, p.min_p] for p in params]
     numbers = torch.tensor(rows, dtype=torch.float64, device=device)
-    inverse_temperature, top_p, min_p = numbers.unsqueeze(2).unbind(1)  # each [S, 1]
+    inverse, top_p, min_p = numbers.unsqueeze(2).unbind(1)  # each [S, 1]
     ranks = torch.tensor(top_k, device=device).unsqueeze(1)
-    return Filters(inverse_temperature, ranks, top_p, min_p, all_top_k)
+    return Filters(inverse, ranks, top_p, min_p, all_top_k)
+
+
+class Sampler:
+    """Chooses one token per request. Keeps only what can be rebuilt from the requests."""
+
+    def __init__(self) -> None:
+        self._edits = LogitEdits()
+        self._plan: _Plan | None = None
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, requests: Sequence[Request]) -> SampledTokens:
+        """Next tokens of `requests` from `logits` [B, V] float32, which stay as they are.
+
+        A row without a largest logit (NaN, or all -inf) yields an error for its request and no other.
+        """
+        assert logits.ndim == 2, logits.shape
+        assert logits.shape[0] == len(requests), (logits.shape, len(requests))
+        assert logits.dtype == torch.float32, logits.dtype
+        assert logits.shape[1] <= MAX_VOCAB_SIZE, logits.shape
+        if not requests:
+            return SampledTokens([], [], [])
+        if self._plan is None or not self._plan.fits(requests, logits):
+            self._plan = _Plan.of(requests, logits, HEAD)
+        plan, edited = self._plan, logits
+        errors: dict[int, str] = {}
+        if plan.edited:
+            edited, errors = self._edits.apply(logits, [(i, requests[i]) for i in plan.edited])
+        else:
+            self._edits.clear()
+        token_ids, logprobs = _choose(logits, edited, plan)
+        again = [i for i, token_id in enumerate(token_ids) if token_id == UNRESOLVED]
+        if again:  # draws that fell outside of the head: once more with every token in order
+            rest = _Plan.of([requests[i] for i in again], logits, logits.shape[1])
+            more_ids, more_logprobs = _choose(logits[again], edited[again], rest)
+            for i, token_id, logprob in zip(again, more_ids, more_logprobs, strict=True):
+                token_ids[i], logprobs[i] = token_id, logprob
+        if min(token_ids) < 0:
+            errors.update({i: _why_no_best(edited[i]) for i, t in enumerate(token_ids) if t == _NO_BEST})
+        for i in errors:
+            token_ids[i], logprobs[i] = NO_TOKEN, None
+        return SampledTokens(token_ids, logprobs, [errors.get(i) for i in range(len(requests))])
+
+
+def _choose(raw: Tensor, edited: Tensor, plan: _Plan) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """Tokens (or `UNRESOLVED`, `_NO_BEST`) and log probabilities of the batch: one copy to the host."""
+    if plan.filters is None:
+        best, tokens = best_token(edited)
+    else:
+        positions = [plan.requests[i].num_output_tokens for i in plan.drawn]
+        uniform = torch.from_numpy(uniforms(plan.keys, positions)).to(plan.device)
+        if plan.drawn_index is None:
+            best = edited.amax(dim=1)  # NaN if any logit is
+            tokens = draw(edited, best, plan.filters, uniform, plan.head)
+        else:
+            best, tokens = best_token(edited)
+            rows = plan.drawn_index
+            tokens[rows] = draw(edited[rows], best[rows], plan.filters, uniform, plan.head)
+    tokens = torch.where(best > -torch.inf, tokens, _NO_BEST)
+    if not plan.logprobs:
+        return tokens.tolist(), [None] * len(plan.requests)  # SYNC: token ids to the host
+    rows = plan.logprob_index
+    chosen, top_ids, top = log_probabilities(raw[rows], tokens[rows].clamp(min=0), plan.num_top)
+    # float64 holds every id exactly, so all travels as one tensor: B ids, then 1 + 2 * num_top numbers a row.
+    packed = torch.cat([tokens.double(), torch.cat([chosen, top_ids.double(), top], dim=1).flatten()])
+    values = packed.tolist()  # SYNC: token ids and log probabilities to the host
+    num_rows, width = len(plan.requests), 1 + 2 * plan.num_top
+    token_ids = [int(value) for value in values[:num_rows]]
+    logprobs: list[TokenLogprobs | None] = [None] * num_rows
+    for place, i in enumerate(plan.logprobs):
+        chosen_logprob, *numbers = values[num_rows + place * width : num_rows + (place + 1) * width]
+        wanted = min(plan.requests[i].params.logprobs or 0, plan.num_top)
+        ranked = zip(map(int, numbers[:wanted]), numbers[plan.num_top :][:wanted], strict=True)
+        logprobs[i] = TokenLogprobs(token_id=token_ids[i], logprob=chosen_logprob, top=dict(ranked))
+    return token_ids, logprobs
+
+
+def _why_no_best(logits: Tensor) -> str:
+    """Error text for a row [V] whose maximum is NaN or -inf. Only on the way to an error, so it may wait."""
+    num_nan = int(logits.isnan().sum())
+    if num_nan:
+        return f"the model returned NaN for {num_nan} of {logits.numel()} logits; try fp32 weights and KV cache"
+    return "every logit is -inf, so there is no token to choose; check logit_bias and the model's output"
+def _filters(params: Sequence[SamplingParams], top_k: list[int], all_top_k: bool, device: torch.device) -> Filters:
+    rows = [[inverse_temperature(p), p.top_p, p.min_p] for p in params]
+    numbers = torch.tensor(rows, dtype=torch.float64, device=device)
+    inverse, top_p, min_p = numbers.unsqueeze(2).unbind(1)  # each [S, 1]
+    ranks = torch.tensor(top_k, device=device).unsqueeze(1)
+    return Filters(inverse, ranks, top_p, min_p, all_top_k)
 
 
 class Sampler:

@@ -14,6 +14,9 @@ When the KV pool is exhausted (reasons and proof of progress: docs/decisions/000
 4. A request is admitted when the free blocks hold all its tokens and `GROWTH_BLOCKS` more for everyone who will still
    grow, and one more each for every time it was evicted, so that it does not return only to be evicted again.
 
+5. With a `lookahead`, a step of decodes alone also gives each of them blocks for that many tokens more, while free
+   blocks are plenty: what a runner needs that decodes ahead of the host.
+
 Priority decides who keeps blocks, not who is admitted: the queue is first come, first served.
 Torch-free. It does not sample, does not know what ends a text, and does not touch device memory.
 """
@@ -39,6 +42,7 @@ _LIMITS = {
     "max_num_batched_tokens": (1, 512),
     "max_model_len": (2, 2048),
     "max_waiting": (1, 64),
+    "lookahead": (0, 8),
 }
 
 
@@ -96,10 +100,12 @@ class Scheduler:
     max_num_batched_tokens: int
     max_model_len: int
     max_waiting: int
+    lookahead: int
     admission: Admission
 
     def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int,
-                 max_model_len: int, admission: Admission, max_waiting: int = MAX_WAITING) -> None:  # fmt: skip
+                 max_model_len: int, admission: Admission, max_waiting: int = MAX_WAITING,
+                 lookahead: int = 0) -> None:  # fmt: skip
         self.blocks = block_manager
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -108,7 +114,8 @@ class Scheduler:
         self._seniority: dict[str, tuple[int, int]] = {}  # smaller is more senior
         self._last_turn = (0, -1)  # seniority of the decode that was served last
         self.configure(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-                       max_model_len=max_model_len, max_waiting=max_waiting, admission=admission)  # fmt: skip
+                       max_model_len=max_model_len, max_waiting=max_waiting, lookahead=lookahead,
+                       admission=admission)  # fmt: skip
 
     @property
     def has_work(self) -> bool:
@@ -116,7 +123,7 @@ class Scheduler:
         return bool(self._requests)
 
     def configure(self, **changes: Any) -> None:
-        """Change `max_num_seqs`, `max_num_batched_tokens`, `max_model_len`, `max_waiting` or `admission`.
+        """Change any attribute that the constructor takes by name.
 
         In force from the next step; no request is lost. With fewer seats than running requests nobody is admitted
         until enough have ended. With a budget below the number of decodes they take turns. Raises
@@ -193,7 +200,7 @@ class Scheduler:
                 f"request {request.request_id!r} has {have} tokens and must have room for one more, but max_model_len="
                 f"{limit}; try at most {limit - 1} tokens, or max_model_len={have + 1}"
             )
-        needed, spare = blocks.blocks_for(_most_slots(request, limit)), blocks.num_blocks * blocks.block_size - have
+        needed, spare = blocks.blocks_for(most_slots(request, limit)), blocks.num_blocks * blocks.block_size - have
         if needed <= blocks.num_blocks:
             return None
         fix = (
@@ -227,6 +234,9 @@ class Scheduler:
             self._admit(num_running, step)
         assert step.items or not self.has_work, "a step must make progress"
         num_prefill_tokens = self.max_num_batched_tokens - step.budget - num_decode_tokens
+        if self.lookahead and not num_prefill_tokens:
+            for item in step.items.values():
+                self._reserve(item)
         return ScheduledBatch(list(step.items.values()), step.preempted, num_decode_tokens, num_prefill_tokens)
 
     def _serve(self, request: Request, step: _Step) -> None:
@@ -247,6 +257,14 @@ class Scheduler:
         table = self.blocks.grow(request_id, start + num_tokens)
         step.items[request_id] = ScheduledRequest(request, start, num_tokens, table)
         step.budget -= num_tokens
+
+    def _reserve(self, item: ScheduledRequest) -> None:
+        """Rule 5. Blocks that are short in supply are left alone; without them the runner does not run ahead."""
+        most = most_slots(item.request, self.max_model_len)
+        wanted = min(item.start + item.num_tokens + self.lookahead, most)
+        missing = self.blocks.blocks_for(wanted) - len(item.block_table)
+        if 0 < missing <= self.blocks.num_free - len(self.running):
+            self.blocks.grow(item.request.request_id, wanted)
 
     def _victim(self, request: Request, step: _Step) -> Request | None:
         """Whom `request` may evict (rule 1); one victim has at least the one block that is missing."""
@@ -287,10 +305,10 @@ class Scheduler:
     def _demand(self, request: Request, growth: int) -> int:
         """Blocks a request will take: for its tokens so far and `growth` more, but no more than its end needs."""
         wanted = self.blocks.blocks_for(request.num_tokens) + growth
-        most = self.blocks.blocks_for(_most_slots(request, self.max_model_len))
-        return min(wanted, most) - len(self.blocks.table(request.request_id))
+        most = self.blocks.blocks_for(most_slots(request, self.max_model_len))
+        return max(0, min(wanted, most) - len(self.blocks.table(request.request_id)))
 
 
-def _most_slots(request: Request, max_model_len: int) -> int:
+def most_slots(request: Request, max_model_len: int) -> int:
     """KV slots a request can ever fill: one per token but the last, which is never fed back."""
     return min(request.num_prompt_tokens + request.params.max_tokens, max_model_len) - 1

@@ -1,6 +1,6 @@
 """The operators models are made of, and the one place that chooses who computes them.
 
-`bind` turns a backend's name into an `Ops`: twelve callables that a model is given and calls. Which function stands
+`bind` turns a backend's name into an `Ops`: the callables that a model is given and calls. Which function stands
 behind a name is written in `OPERATORS` as an import string, so importing this package imports no kernel and compiles
 nothing; binding the "cpu" backend does. It knows no toggles: those are read in `build.py`.
 """
@@ -19,43 +19,34 @@ if TYPE_CHECKING:
 
 _HERE = "strata_lab.kernels"
 
-# operator -> backend -> "module:function". A backend without a kernel of its own names the reference here.
-OPERATORS: dict[str, dict[str, str]] = {
-    "rms_norm": {"reference": f"{_HERE}.rms_norm:rms_norm_ref", "cpu": f"{_HERE}.rms_norm:rms_norm_cpu"},
-    "rope": {"reference": f"{_HERE}.rope:rope_ref", "cpu": f"{_HERE}.rope:rope_cpu"},
-    "silu_mul": {"reference": f"{_HERE}.silu_mul:silu_mul_ref", "cpu": f"{_HERE}.silu_mul:silu_mul_cpu"},
-    "add": {"reference": f"{_HERE}.add:add_ref", "cpu": f"{_HERE}.add:add_cpu"},
-    "take_rows": {"reference": f"{_HERE}.take_rows:take_rows_ref", "cpu": f"{_HERE}.take_rows:take_rows_cpu"},
-    "linear": {"reference": f"{_HERE}.linear:linear_ref", "cpu": f"{_HERE}.linear:linear"},
-    "embedding": {"reference": f"{_HERE}.embedding:embedding_ref", "cpu": f"{_HERE}.embedding:embedding"},
-    "kv_append": {"reference": f"{_HERE}.kv_append:kv_append_ref", "cpu": f"{_HERE}.kv_append:kv_append_cpu"},
-    "paged_attention": {
-        "reference": f"{_HERE}.paged_attention:paged_attention_ref",
-        "cpu": f"{_HERE}.paged_attention:paged_attention_cpu",
-    },
-    "qkv_rope_append": {
-        "reference": f"{_HERE}.qkv_rope_append:qkv_rope_append_ref",
-        "cpu": f"{_HERE}.qkv_rope_append:qkv_rope_append_cpu",
-    },
-    "router_topk": {"reference": f"{_HERE}.router_topk:router_topk_ref", "cpu": f"{_HERE}.router_topk:router_topk_ref"},
-    "moe_mlp": {"reference": f"{_HERE}.moe_mlp:moe_mlp_ref", "cpu": f"{_HERE}.moe_mlp:moe_mlp_cpu"},
+# operator -> (its function for the CPU, in kernels/<operator>.py; its Triton function, in kernels/gpu/)
+_FUNCTIONS = {
+    "rms_norm": ("rms_norm_cpu", "elementwise:rms_norm_triton"),
+    "rope": ("rope_cpu", "elementwise:rope_triton"),
+    "silu_mul": ("silu_mul_cpu", "elementwise:silu_mul_triton"),
+    "add": ("add_cpu", "elementwise:add_triton"),
+    "take_rows": ("take_rows_cpu", "elementwise:take_rows_triton"),
+    "linear": ("linear", "linear:linear_triton"),
+    "lm_head": ("lm_head_cpu", "linear:lm_head_triton"),
+    "embedding": ("embedding", "elementwise:embedding_triton"),
+    "kv_append": ("kv_append_cpu", "elementwise:kv_append_triton"),
+    "paged_attention": ("paged_attention_cpu", "attention:paged_attention_triton"),
+    "qkv_rope_append": ("qkv_rope_append_cpu", "elementwise:qkv_rope_append_triton"),
+    "qkv_attention": ("qkv_attention_cpu", "attention:qkv_attention_triton"),
+    "router_topk": ("router_topk_ref", "moe:router_topk_triton"),
+    "moe_mlp": ("moe_mlp_cpu", "moe:moe_mlp_triton"),
+    "moe_block": ("moe_block_cpu", "moe:moe_block_triton"),
 }
-BACKENDS = ("reference", "cpu")
-
-_SPECS = (
-    f"{_HERE}.rms_norm:SPEC",
-    f"{_HERE}.rope:SPEC",
-    f"{_HERE}.silu_mul:SPEC",
-    f"{_HERE}.add:SPEC",
-    f"{_HERE}.take_rows:SPEC",
-    f"{_HERE}.linear:SPEC",
-    f"{_HERE}.embedding:SPEC",
-    f"{_HERE}.kv_append:SPEC",
-    f"{_HERE}.paged_attention:SPEC",
-    f"{_HERE}.qkv_rope_append:SPEC",
-    f"{_HERE}.router_topk:SPEC",
-    f"{_HERE}.moe_mlp:SPEC",
-)
+BACKENDS = ("reference", "cpu", "triton")
+# operator -> backend -> "module:function".
+OPERATORS: dict[str, dict[str, str]] = {
+    name: {
+        "reference": f"{_HERE}.{name}:{name}_ref",
+        "cpu": f"{_HERE}.{name}:{cpu}",
+        "triton": f"{_HERE}.gpu.{triton}",
+    }
+    for name, (cpu, triton) in _FUNCTIONS.items()
+}
 
 
 @dataclass(frozen=True)
@@ -68,12 +59,15 @@ class Ops:
     add: Callable[..., Tensor]
     take_rows: Callable[..., Tensor]
     linear: Callable[..., Tensor]
+    lm_head: Callable[..., Tensor]
     embedding: Callable[..., Tensor]
     kv_append: Callable[..., None]
     paged_attention: Callable[..., Tensor]
     qkv_rope_append: Callable[..., Tensor]
+    qkv_attention: Callable[..., Tensor]
     router_topk: Callable[..., tuple[Tensor, Tensor]]
     moe_mlp: Callable[..., Tensor]
+    moe_block: Callable[..., Tensor]
 
 
 def bind(backend: str = "reference", overrides: Mapping[str, str | Callable[..., Any]] | None = None) -> Ops:
@@ -109,7 +103,7 @@ def prepare(backend: str) -> None:
 
 def SPECS() -> tuple[KernelSpec, ...]:
     """The contracts of all operators, with their cases, tolerances and costs."""
-    return tuple(_load(path) for path in _SPECS)
+    return tuple(_load(f"{_HERE}.{name}:SPEC") for name in OPERATORS)
 
 
 def _resolve(name: str, choice: str | Callable[..., Any]) -> Callable[..., Any]:

@@ -111,7 +111,6 @@ def _flops(k: Tensor, v: Tensor, **_: Any) -> int:
 SPEC = KernelSpec(
     name="kv_append",
     ref=kv_append_ref,
-    impls={"cpu": kv_append_cpu},
     cases=_cases,
     tolerance={torch.float32: (0, 0), torch.bfloat16: (0, 0), torch.float8_e4m3fn: (0, 0)},
     bytes_moved=_bytes_moved,

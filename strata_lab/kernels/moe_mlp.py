@@ -132,7 +132,6 @@ def _flops(x: Tensor, gate_up: LinearWeight, down: LinearWeight, weights: Tensor
 SPEC = KernelSpec(
     name="moe_mlp",
     ref=moe_mlp_ref,
-    impls={"cpu": moe_mlp_cpu},
     cases=_cases,
     tolerance={torch.float32: (1e-4, 1e-5)},
     bytes_moved=_bytes_moved,

@@ -210,7 +210,6 @@ def _flops(**inputs: Any) -> int:
 SPEC = KernelSpec(
     name="paged_attention",
     ref=paged_attention_ref,
-    impls={"cpu": paged_attention_cpu},
     cases=_cases,
     tolerance={torch.float32: (1e-5, 2e-6), torch.bfloat16: (8e-3, 8e-3)},
     bytes_moved=_bytes_moved,

@@ -123,7 +123,6 @@ def _flops(
 SPEC = KernelSpec(
     name="qkv_rope_append",
     ref=qkv_rope_append_ref,
-    impls={"cpu": qkv_rope_append_cpu},
     cases=_cases,
     tolerance={
         torch.float32: (2e-6, 2e-6),

@@ -63,7 +63,6 @@ def _flops(x: Tensor, weight: Tensor, eps: float) -> int:
 SPEC = KernelSpec(
     name="rms_norm",
     ref=rms_norm_ref,
-    impls={"cpu": rms_norm_cpu},
     cases=_cases,
     tolerance={torch.float32: (2e-6, 1e-7), torch.bfloat16: (8e-3, 1e-3)},
     bytes_moved=_bytes_moved,

@@ -68,7 +68,6 @@ def _flops(x: Tensor, cos: Tensor, sin: Tensor) -> int:
 SPEC = KernelSpec(
     name="rope",
     ref=rope_ref,
-    impls={"cpu": rope_cpu},
     cases=_cases,
     tolerance={torch.float32: (2e-6, 1e-6), torch.bfloat16: (8e-3, 8e-3)},
     bytes_moved=_bytes_moved,

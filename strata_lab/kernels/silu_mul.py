@@ -57,7 +57,6 @@ def _flops(gate: Tensor, up: Tensor) -> int:
 SPEC = KernelSpec(
     name="silu_mul",
     ref=silu_mul_ref,
-    impls={"cpu": silu_mul_cpu},
     cases=_cases,
     tolerance={torch.float32: (2e-6, 1e-7), torch.bfloat16: (8e-3, 1e-3)},
     bytes_moved=_bytes_moved,

@@ -1,7 +1,8 @@
 """What an operator promises: its reference, its implementations, its cases and its cost.
 
-A `KernelSpec` feeds the tests (every implementation against the reference on every case), the roofline benchmark
-and the kernel-lab notebook, so a new operator is tested and measured by existing.
+Which functions implement an operator is said once, in `kernels.OPERATORS`. A `KernelSpec` feeds the tests (every
+implementation against the reference on every case), the roofline benchmark and the kernel-lab notebook, so a new
+operator is tested and measured by existing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ class KernelSpec:
     Attributes:
         name: the operator's name in `ops`.
         ref: plain torch, float32 accumulation, obviously right; the specification.
-        impls: backend name ("cpu", "triton") to a callable with the same signature.
         cases: small inputs, odd sizes included.
         tolerance: dtype to (rtol, atol) against the reference in float64 (or float32 where the contract says so).
         bytes_moved: keyword arguments -> bytes that must cross the memory bus.
@@ -42,7 +42,6 @@ class KernelSpec:
 
     name: str
     ref: Callable[..., Any]
-    impls: Mapping[str, Callable[..., Any]]
     cases: Callable[[], Iterable[Case]]
     tolerance: Mapping[torch.dtype, tuple[float, float]]
     bytes_moved: Callable[..., int]

@@ -54,7 +54,6 @@ def _bytes_moved(table: Tensor, ids: Tensor) -> int:
 SPEC = KernelSpec(
     name="take_rows",
     ref=take_rows_ref,
-    impls={"cpu": take_rows_cpu},
     cases=_cases,
     tolerance={torch.float32: (0.0, 0.0)},
     bytes_moved=_bytes_moved,

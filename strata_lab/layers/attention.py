@@ -70,7 +70,11 @@ class PlainAttention:
             q, k = ops.rms_norm(q, w.q_norm, c.rms_norm_eps), ops.rms_norm(k, w.k_norm, c.rms_norm_eps)
         q, k = ops.rope(q, step.cos, step.sin), ops.rope(k, step.cos, step.sin)
         ops.kv_append(k, v, kv.k, kv.v, step.slot_mapping, kv.k_scale, kv.v_scale)
-        return ops.add(x, ops.linear(attend(ops, q, step, kv, self.scale), w.out))
+        out = ops.paged_attention(
+            q, kv.k, kv.v, step.block_tables, step.seq_lens, step.cu_seqlens_q,
+            max_q_len=step.max_q_len, scale=self.scale, k_scale=kv.k_scale, v_scale=kv.v_scale,
+        )  # fmt: skip
+        return ops.add(x, ops.linear(out.reshape(x.shape[0], -1), w.out))
 
     def _project(self, h: Tensor, w: AttentionWeights, start: int, stop: int) -> Tensor:
         bias = None if w.qkv_bias is None else w.qkv_bias[start:stop]
@@ -78,7 +82,7 @@ class PlainAttention:
 
 
 class FusedAttention:
-    """norm+QKV, QK-norm+RoPE+cache write, attention, projection+residual: four operators."""
+    """norm+QKV, QK-norm+RoPE+cache write+attention, projection+residual: three operators."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         self.config, self.ops = config, ops
@@ -88,17 +92,10 @@ class FusedAttention:
         """[T, hidden] -> [T, hidden], residual included."""
         c, ops = self.config, self.ops
         qkv = ops.linear(x, w.qkv, w.qkv_bias, norm_weight=w.norm, norm_eps=c.rms_norm_eps)
-        q = ops.qkv_rope_append(
+        out = ops.qkv_attention(
             qkv, step.cos, step.sin, w.q_norm, w.k_norm, c.rms_norm_eps, kv.k, kv.v, step.slot_mapping,
-            c.num_q_heads, c.num_kv_heads, kv.k_scale, kv.v_scale,
+            step.block_tables, step.seq_lens, step.cu_seqlens_q, num_q_heads=c.num_q_heads,
+            num_kv_heads=c.num_kv_heads, max_q_len=step.max_q_len, scale=self.scale, k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
         )  # fmt: skip
-        return ops.linear(attend(ops, q, step, kv, self.scale), w.out, residual=x)
-
-
-def attend(ops: Ops, q: Tensor, step: StepContext, kv: LayerKV, scale: float) -> Tensor:
-    """Attention of q [T, H, D] over the cache, as [T, H * D]."""
-    out = ops.paged_attention(
-        q, kv.k, kv.v, step.block_tables, step.seq_lens, step.cu_seqlens_q,
-        max_q_len=step.max_q_len, scale=scale, k_scale=kv.k_scale, v_scale=kv.v_scale,
-    )  # fmt: skip
-    return out.reshape(out.shape[0], -1)
+        return ops.linear(out, w.out, residual=x)

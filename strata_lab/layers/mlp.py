@@ -19,7 +19,9 @@ class PlainMlp:
         """[T, hidden] -> [T, hidden], residual included."""
         h = self.ops.rms_norm(x, w.norm, self.config.rms_norm_eps)
         if isinstance(w, MoeWeights):
-            return x + experts(self.ops, h, w, self.config)
+            c = self.config
+            weights, expert_ids = self.ops.router_topk(h, w.router, c.num_experts_per_tok, c.norm_topk_prob)
+            return self.ops.add(x, self.ops.moe_mlp(h, w.gate_up, w.down, weights, expert_ids))
         width = w.gate_up.shape[0] // 2
         gate = self.ops.linear(h, w.gate_up.rows(0, width))
         up = self.ops.linear(h, w.gate_up.rows(width, 2 * width))
@@ -27,21 +29,17 @@ class PlainMlp:
 
 
 class FusedMlp:
-    """norm+gate/up+SiLU, down+residual: two operators."""
+    """norm+gate/up+SiLU, down+residual: two operators; a mixture is one."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         self.config, self.ops = config, ops
 
     def __call__(self, x: Tensor, w: MlpWeights | MoeWeights) -> Tensor:
         """[T, hidden] -> [T, hidden], residual included."""
-        eps = self.config.rms_norm_eps
+        c, eps = self.config, self.config.rms_norm_eps
         if isinstance(w, MoeWeights):
-            return x + experts(self.ops, self.ops.rms_norm(x, w.norm, eps), w, self.config)
+            return self.ops.moe_block(
+                x, w.norm, eps, w.router, w.gate_up, w.down, top_k=c.num_experts_per_tok, normalize=c.norm_topk_prob
+            )
         h = self.ops.linear(x, w.gate_up, norm_weight=w.norm, norm_eps=eps, silu_mul=True)
         return self.ops.linear(h, w.down, residual=x)
-
-
-def experts(ops: Ops, h: Tensor, w: MoeWeights, config: ModelConfig) -> Tensor:
-    """Route [T, hidden] to its experts and add up their answers."""
-    weights, expert_ids = ops.router_topk(h, w.router, config.num_experts_per_tok, config.norm_topk_prob)
-    return ops.moe_mlp(h, w.gate_up, w.down, weights, expert_ids)

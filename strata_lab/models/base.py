@@ -160,4 +160,4 @@ class CausalLM:
     def logits(self, x: Tensor) -> Tensor:
         """Final norm and LM head, [S, hidden] -> [S, V] float32."""
         w, eps = self.weights, self.config.rms_norm_eps
-        return self.ops.linear(x, w.head, norm_weight=w.final_norm, norm_eps=eps).float()
+        return self.ops.lm_head(x, w.head, w.final_norm, eps)

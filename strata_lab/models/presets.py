@@ -6,6 +6,7 @@ so that a small relative runs in a test; the ratios between them stay recognizab
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from dataclasses import replace
@@ -30,6 +31,8 @@ PRESETS = {
     ),
 }  # fmt: skip
 INIT_STD = 0.02  # standard deviation of the random weights: GPT-2's, keeps activations finite at any depth
+# Multipliers of MurmurHash3's 32-bit finalizer (Appleby 2011), and the golden ratio that spreads neighbouring counters.
+_MIX_1, _MIX_2, _SPREAD = 0x85EBCA6B, 0xC2B2AE35, 0x9E3779B1
 _NAME = re.compile(r"^(?P<preset>[\w.\-]+?)(@(?P<scale>[\d.]+))?$")
 
 
@@ -77,12 +80,15 @@ def scaled(config: ModelConfig, scale: float) -> ModelConfig:
 
 
 class PresetCheckpoint:
-    """Random weights that look like a checkpoint. The same name and seed give the same weights on every device."""
+    """Random weights that look like a checkpoint, made where they are needed.
+
+    The same name and seed give the same weights on every device.
+    """
 
     stored_format = "bf16"
 
-    def __init__(self, name: str, config: ModelConfig, seed: int) -> None:
-        self.name, self.config, self.seed = name, config, seed
+    def __init__(self, name: str, config: ModelConfig, seed: int, device: torch.device | str = "cpu") -> None:
+        self.name, self.config, self.seed, self.device = name, config, seed, torch.device(device)
         self._shapes = tensor_shapes(config)
 
     def names(self) -> list[str]:
@@ -95,11 +101,11 @@ class PresetCheckpoint:
 
     def tensor(self, name: str) -> Tensor:
         """Ones for a norm, random numbers for anything else."""
-        return torch.ones(self._shapes[name]) if "norm" in name else self._random(name)
+        return torch.ones(self._shapes[name], device=self.device) if "norm" in name else self._random(name)
 
     def _random(self, name: str) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
-        return torch.randn(self._shapes[name], generator=generator) * INIT_STD
+        shape = self._shapes[name]
+        return uniform(shape, self.seed * 1_000_003 + zlib.crc32(name.encode()), INIT_STD, self.device)
 
     def tokenizer(self) -> None:
         """A preset has no tokenizer: prompts are token ids."""
@@ -107,6 +113,22 @@ class PresetCheckpoint:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def uniform(shape: tuple[int, ...], key: int, std: float, device: torch.device) -> Tensor:
+    """Uniform numbers of mean 0 and standard deviation `std`, float32: hashes of `key` and the element's index.
+
+    Integer arithmetic and one multiplication, so every device gives the same bits. At most 2^31 elements.
+    """
+
+    def signed(value: int) -> int:
+        return (value + 2**31) % 2**32 - 2**31
+
+    x = torch.arange(math.prod(shape), dtype=torch.int32, device=device)
+    x.mul_(signed(_SPREAD)).add_(signed(key * _SPREAD))
+    for shift, multiplier in ((16, _MIX_1), (13, _MIX_2), (16, 1)):
+        x.bitwise_xor_((x >> shift) & ((1 << (32 - shift)) - 1)).mul_(signed(multiplier))
+    return ((x >> 8).float() * (std * 3**0.5 / 2**23)).view(shape)  # 24 bits: exact in float32
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -32,7 +32,7 @@ class Fp8:
         n, k = w.shape
         data = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=w.device)
         scales = torch.empty(n, 1, dtype=torch.float32, device=w.device)
-        for rows in row_chunks(n, k):
+        for rows in row_chunks(w):
             x = w[rows].float()
             scale = divided(x.abs().amax(dim=1, keepdim=True), E4M3_MAX).clamp_(min=SMALLEST_SCALE)
             # torch's cast does not saturate: what rounds past 448 would become NaN

@@ -16,6 +16,7 @@ from strata_lab.quant.base import LinearWeight
 GROUP_SIZE = 32  # columns that share a scale in int8 and int4: GGUF's block, and it divides 576 and 1536
 FLOAT16_MAX = torch.finfo(torch.float16).max
 CHUNK_ELEMENTS = 1 << 17  # 512 KB of float32: the temporaries of a chunk stay in the second-level cache
+CHUNK_ELEMENTS_GPU = 1 << 25  # 128 MB of float32: few launches, little beside the memory of a card
 
 
 def check_matrix(w: Tensor, name: str, largest: float) -> None:
@@ -42,9 +43,10 @@ def check_readable(weight: LinearWeight, name: str) -> None:
     assert (weight.format, weight.layout) == (name, "rows"), (weight.format, weight.layout, name)
 
 
-def row_chunks(rows: int, columns: int) -> Iterator[slice]:
-    """Slices that cover `rows` rows, each of about `CHUNK_ELEMENTS` elements."""
-    step = max(1, CHUNK_ELEMENTS // columns)
+def row_chunks(w: Tensor) -> Iterator[slice]:
+    """Slices that cover the rows of w [N, K], each small enough for the temporaries of its conversion."""
+    rows, columns = w.shape
+    step = max(1, (CHUNK_ELEMENTS if w.device.type == "cpu" else CHUNK_ELEMENTS_GPU) // columns)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 

@@ -39,7 +39,7 @@ class Int4:
         data = torch.empty(n, groups * HALF, dtype=torch.uint8, device=w.device)
         scales = torch.empty(n, groups, dtype=torch.float16, device=w.device)
         mins = torch.empty_like(scales)
-        for rows in row_chunks(n, k):
+        for rows in row_chunks(w):
             x = grouped(w[rows])  # [n, groups, 32]
             lowest = x.amin(dim=-1, keepdim=True)
             scale = divided(x.amax(dim=-1, keepdim=True) - lowest, CODE_MAX)

@@ -33,7 +33,7 @@ class Int8:
         n, k = w.shape
         data = torch.empty(n, k, dtype=torch.int8, device=w.device)
         scales = torch.empty(n, -(-k // GROUP_SIZE), dtype=torch.float16, device=w.device)
-        for rows in row_chunks(n, k):
+        for rows in row_chunks(w):
             x = grouped(w[rows])  # [n, groups, 32]
             scale = divided(x.abs().amax(dim=-1, keepdim=True), CODE_MAX)
             scales[rows] = scale.squeeze(-1)

@@ -1,7 +1,7 @@
 """What all Triton kernels share: which card this is, and how a kernel waits for the one before it.
 
-Programmatic dependent launch (PDL, compute capability 9.0 on): a kernel may start while its predecessor still runs, load
-weights, which nobody writes, and then `wait` for the predecessor's results. The rule in this package:
+Programmatic dependent launch (PDL, compute capability 9.0 on): a kernel may start while its predecessor still runs,
+load weights, which nobody writes, and then `wait` for the predecessor's results. The rule in this package:
 
     load what no kernel of the step writes -> wait(PDL) -> trigger(PDL) -> read, compute, store
 

@@ -1,0 +1,341 @@
+"""Decoding ahead of the host: the device feeds its own tokens back, and the host reads them when they arrive.
+
+A decode step is captured whole: model, sampling, and writing the next step's inputs (`DecodeState`). While the host
+still books the last token, the following steps are queued already, so a step costs what the device needs and Python
+nothing. How far ahead is bounded by the blocks that the scheduler reserved (`Scheduler.lookahead`).
+
+What the device computed ahead is used only while it is what the scheduler asks for: same requests, same positions. A
+request that ended leaves its row idle until the queued steps are used up; anything else (a prompt to compute, a row
+that needs the host's sampler) drops the queued steps. Dropped steps leave nothing behind but keys and values in slots
+that their requests own and will write again, or in the pool's spare block; later work of the stream runs after them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from strata_lab.batch import ScheduledBatch, ScheduledRequest
+from strata_lab.graph_runner import MIN_TABLE_WIDTH, Recorder
+from strata_lab.request import Request
+from strata_lab.runner import EagerStep, Runner, StepInputs, StepResult
+from strata_lab.sampler import SampledTokens, inverse_temperature
+from strata_lab.sampling_edits import edits_logits
+from strata_lab.sampling_random import seed_keys
+from strata_lab.scheduler import most_slots
+
+STEPS_AHEAD = 4  # queued at most: a host that stalls for a few milliseconds stalls nobody
+STEPS_PER_REPLAY = 2  # at batch sizes up to SMALL_BATCH; halves the gaps between graphs where steps are short
+SMALL_BATCH = 2
+LOOKAHEAD_TOKENS = 2 * STEPS_AHEAD  # blocks to reserve, so that a full queue never waits for one
+
+
+class DecodeState(Protocol):
+    """Device tensors of one captured batch size: what a step reads and the sampling at its end writes anew.
+
+    Attributes:
+        input_ids, positions, slot_mapping: [B] int64; a row that only pads has slot -1 and seq_len 0 for ever.
+        seq_lens: [B] int32, this step's token included.
+        block_tables: [B, width] int32.
+        inverse_temperature, top_p, min_p: [B] float64; inverse_temperature 0 is greedy.
+        top_k, seed_keys, output_positions: [B] int64.
+        out_tokens: [steps, B] int64, the sampled tokens; negative where only the host can tell.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    inverse_temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed_keys: Tensor
+    output_positions: Tensor
+    out_tokens: Tensor
+
+
+class DeviceSampling(Protocol):
+    """Sampling that stays on the device (`kernels/gpu/sampling.py`)."""
+
+    def state(self, num_seqs: int, table_width: int, steps: int) -> DecodeState:
+        """An idle state: every row pads."""
+        ...
+
+    def greedy(self, logits: Tensor, state: Any, step: int) -> None:
+        """Most likely tokens into `out_tokens[step]`, and the state moved on by one token."""
+        ...
+
+    def drawn(self, logits: Tensor, state: Any, step: int) -> None:
+        """The same for rows of which some have a temperature."""
+        ...
+
+
+@dataclass
+class _Graph:
+    """Captured steps of one (batch size, table width, steps, drawn or not)."""
+
+    state: DecodeState
+    steps: int
+    replay: Callable[[], None]
+
+
+@dataclass
+class _Unit:
+    """One queued replay: rows of tokens, readable once `done` has happened, of which `popped` were handed out."""
+
+    tokens: Tensor
+    done: Any
+    values: list[list[int]] | None = None
+    popped: int = 0
+
+
+@dataclass
+class _Flight:
+    """The queued steps of one batch.
+
+    Attributes:
+        requests: by row.
+        first: position of each row's token in the first step.
+        rows: request to row, by identity.
+        table_lengths: blocks of each row that the device knows.
+        popped, launched: steps handed out and queued since the beginning.
+        started: event before the next unit, for its duration.
+        step_ms: device milliseconds of a step of the unit that is being handed out.
+    """
+
+    graph: _Graph
+    requests: list[Request]
+    first: list[int]
+    rows: dict[int, int]
+    table_lengths: list[int]
+    started: Any
+    step_ms: float = 0.0
+    popped: int = 0
+    launched: int = 0
+    units: deque[_Unit] = field(default_factory=deque)
+
+
+class RunAhead:
+    """A `Runner` that decodes ahead.
+
+    Args:
+        runner: computes everything else: prompts, mixed batches, rows that need the host's sampler.
+        eager: the step that is captured.
+        recorder: how this device captures, and the batch sizes it captures.
+        sampling: the device's sampling.
+        spare_block: a block of the pool that no request ever owns: where rows that ran past their end write.
+        max_model_len: longest request.
+        clock: makes the events that mark the end of a step.
+    """
+
+    lookahead = LOOKAHEAD_TOKENS
+
+    def __init__(
+        self,
+        runner: Runner,
+        eager: EagerStep,
+        recorder: Recorder,
+        sampling: DeviceSampling,
+        *,
+        spare_block: int,
+        max_model_len: int,
+        clock: Callable[[], Any],
+    ) -> None:
+        self.runner, self.eager, self.recorder, self.sampling = runner, eager, recorder, sampling
+        self.spare_block, self.max_model_len, self.clock = spare_block, max_model_len, clock
+        self.block_size, self.device = runner.block_size, runner.device
+        self._graphs: dict[tuple[int, int, bool], _Graph] = {}
+        self._flight: _Flight | None = None
+
+    def prepare(self, progress: Callable[[float], None]) -> None:
+        """Capture the greedy step of one request; others are captured when they are first needed."""
+        with torch.inference_mode():
+            self._graph(1, MIN_TABLE_WIDTH, drawn=False)
+        progress(1.0)
+
+    @torch.inference_mode()
+    def run(self, batch: ScheduledBatch) -> StepResult:
+        """Tokens of the batch, in its order; computed ahead where possible."""
+        flight = self._flight
+        if flight is None or not flight.units or not self._continues(flight, batch):
+            flight = self._flight = self._take_off(batch.items) if self._eligible(batch) else None
+        if flight is None:
+            return self.runner.run(batch)
+        self._extend(flight, batch)
+        tokens, step_ms = self._pop(flight, batch)
+        if min(tokens) < 0:  # no best logit, or a draw outside of the head: the host decides and knows the reason
+            self._flight = None
+            return self.runner.run(batch)
+        nothing: list[None] = [None] * len(tokens)
+        return StepResult(SampledTokens(tokens, list(nothing), list(nothing)), step_ms, 0.0)
+
+    def settle(self) -> None:
+        """Wait for all queued steps and forget them."""
+        if self._flight is not None:
+            for unit in self._flight.units:
+                unit.done.synchronize()
+            self._flight = None
+
+    # -- what was computed ahead ----------------------------------------------------------------------------------
+
+    def _continues(self, flight: _Flight, batch: ScheduledBatch) -> bool:
+        """Whether the next queued step computes what `batch` asks for (and perhaps idle rows besides)."""
+        if batch.num_prefill_tokens:
+            return False
+        for item in batch.items:
+            row = flight.rows.get(id(item.request), -1)
+            if row < 0 or item.start != flight.first[row] + flight.popped:
+                return False
+        return True
+
+    def _pop(self, flight: _Flight, batch: ScheduledBatch) -> tuple[list[int], float]:
+        """The next step's tokens for the batch's items, and the device's milliseconds for the step."""
+        unit = flight.units[0]
+        if unit.values is None:
+            unit.done.synchronize()  # SYNC: token ids to the host
+            unit.values = unit.tokens.tolist()
+            flight.step_ms = flight.started.elapsed_time(unit.done) / len(unit.values)
+            flight.started = unit.done
+        tokens = unit.values[unit.popped]
+        unit.popped += 1
+        flight.popped += 1
+        if unit.popped == len(unit.values):
+            flight.units.popleft()
+        return [tokens[flight.rows[id(item.request)]] for item in batch.items], flight.step_ms
+
+    def _extend(self, flight: _Flight, batch: ScheduledBatch) -> None:
+        """Queue further steps while the same rows go on and their blocks are there."""
+        if len(batch.items) < len(flight.requests):
+            return
+        while flight.launched - flight.popped + flight.graph.steps <= STEPS_AHEAD:
+            ahead = flight.launched - flight.popped
+            if not self._has_room(batch.items, ahead, flight.graph):
+                return
+            self._refresh_tables(flight, batch.items)
+            self._launch(flight)
+
+    def _has_room(self, items: Sequence[ScheduledRequest], ahead: int, graph: _Graph) -> bool:
+        """Whether `graph.steps` more steps, and the slot after them, lie in known blocks; and somebody needs them."""
+        width, needed = graph.state.block_tables.shape[1], False
+        for item in items:
+            start, last = item.start + ahead, most_slots(item.request, self.max_model_len)
+            reach = min(start + graph.steps + 1, last)
+            if reach > min(len(item.block_table), width) * self.block_size:
+                return False
+            needed = needed or start < last
+        return needed
+
+    def _refresh_tables(self, flight: _Flight, items: Sequence[ScheduledRequest]) -> None:
+        for item in items:
+            row, table = flight.rows[id(item.request)], item.block_table
+            if len(table) > flight.table_lengths[row]:
+                flight.table_lengths[row] = len(table)
+                width = flight.graph.state.block_tables.shape[1]
+                known = torch.tensor(table[:width], dtype=torch.int32)
+                flight.graph.state.block_tables[row, : known.shape[0]].copy_(known, non_blocking=True)
+
+    def _launch(self, flight: _Flight) -> None:
+        graph = flight.graph
+        graph.replay()
+        tokens = torch.empty(graph.state.out_tokens.shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        tokens.copy_(graph.state.out_tokens, non_blocking=True)
+        done = self.clock()
+        done.record()
+        flight.units.append(_Unit(tokens, done))
+        flight.launched += graph.steps
+
+    # -- a new batch ----------------------------------------------------------------------------------------------
+
+    def _eligible(self, batch: ScheduledBatch) -> bool:
+        """Whether the device can decode and sample all of the batch by itself."""
+        return (
+            batch.is_decode_only
+            and self.recorder.bucket(len(batch.items)) > 0
+            and all(
+                item.samples and item.request.params.logprobs is None and not edits_logits(item.request.params)
+                for item in batch.items
+            )
+        )
+
+    def _take_off(self, items: list[ScheduledRequest]) -> _Flight | None:
+        """Write the batch into a captured state and queue its first steps; None where blocks for them are missing."""
+        blocks = max(-(-(item.start + 1 + self.lookahead) // self.block_size) for item in items)
+        width = max(MIN_TABLE_WIDTH, 1 << (blocks - 1).bit_length())
+        drawn = any(not item.request.params.greedy for item in items)
+        graph = self._graph(self.recorder.bucket(len(items)), width, drawn=drawn)
+        if not self._has_room(items, 0, graph):
+            return None
+        self._fill(graph.state, items)
+        started = self.clock()
+        started.record()
+        flight = _Flight(
+            graph=graph,
+            requests=[item.request for item in items],
+            first=[item.start for item in items],
+            rows={id(item.request): row for row, item in enumerate(items)},
+            table_lengths=[len(item.block_table) for item in items],
+            started=started,
+        )
+        self._launch(flight)
+        return flight
+
+    def _fill(self, state: DecodeState, items: Sequence[ScheduledRequest]) -> None:
+        """The inputs of the items' next step; rows beyond them pad."""
+        (num_rows, width), size = state.block_tables.shape, self.block_size
+        padding = num_rows - len(items)
+        requests = [item.request for item in items]
+        vocab_size = self.eager.model.config.vocab_size
+
+        def put(target: Tensor, values: list[Any], pad: Any) -> None:
+            target.copy_(torch.tensor(values + [pad] * padding, dtype=target.dtype))
+
+        put(state.input_ids, [item.request.token_ids[item.start] for item in items], 0)
+        put(state.positions, [item.start for item in items], 0)
+        put(state.seq_lens, [item.start + 1 for item in items], 0)
+        slots = [item.block_table[item.start // size] * size + item.start % size for item in items]
+        put(state.slot_mapping, slots, -1)
+        spare = [self.spare_block] * width
+        put(state.block_tables, [(item.block_table + spare)[:width] for item in items], spare)
+        put(state.inverse_temperature, [inverse_temperature(r.params) for r in requests], 0.0)
+        put(state.top_k, [min(r.params.top_k or vocab_size, vocab_size) for r in requests], vocab_size)
+        put(state.top_p, [r.params.top_p for r in requests], 1.0)
+        put(state.min_p, [r.params.min_p for r in requests], 0.0)
+        put(state.seed_keys, seed_keys([r.seed for r in requests]).view("int64").tolist(), 0)
+        put(state.output_positions, [r.num_output_tokens for r in requests], 0)
+
+    def _graph(self, num_seqs: int, width: int, *, drawn: bool) -> _Graph:
+        key = (num_seqs, width, drawn)
+        if key not in self._graphs:
+            steps = STEPS_PER_REPLAY if num_seqs <= SMALL_BATCH else 1
+            state = self.sampling.state(num_seqs, width, steps)
+            inputs = self._inputs(state)
+            sample = self.sampling.drawn if drawn else self.sampling.greedy
+
+            def work() -> Tensor:
+                for step in range(steps):
+                    sample(self.eager.every_row(inputs), state, step)
+                return state.out_tokens
+
+            replay, _ = self.recorder.record(work, self.device)
+            self._graphs[key] = _Graph(state, steps, replay)
+        return self._graphs[key]
+
+    def _inputs(self, state: DecodeState) -> StepInputs:
+        num_seqs = state.input_ids.shape[0]
+        return StepInputs(
+            input_ids=state.input_ids,
+            positions=state.positions,
+            slot_mapping=state.slot_mapping,
+            block_tables=state.block_tables,
+            seq_lens=state.seq_lens,
+            cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device),
+            sample_rows=torch.arange(num_seqs, dtype=torch.int64, device=self.device),
+            max_q_len=1,
+        )
