@@ -31,7 +31,7 @@ from strata_lab.kernels.gpu.decode_state import (
 from strata_lab.kernels.gpu.launch import options, trigger, wait
 from strata_lab.kernels.gpu.sampling_draw import sample_drawn
 
-__all__ = ["DecodeState", "sample_drawn", "sample_greedy"]
+__all__ = ["DecodeState", "DeviceSampling", "sample_drawn", "sample_greedy"]
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,27 @@ def sample_greedy(logits: Tensor, state: DecodeState, step: int, config: GreedyC
         PARTS_POW2=triton.next_power_of_2(parts),
         **options(logits.device, num_warps=config.num_warps),
     )
+
+
+@dataclass(frozen=True)
+class DeviceSampling:
+    """The samplers and their states for one pool and model: `run_ahead.DeviceSampling`."""
+
+    block_size: int
+    vocab_size: int
+    device: torch.device
+
+    def state(self, num_seqs: int, table_width: int, steps: int) -> DecodeState:
+        """An idle state: every row pads."""
+        return DecodeState.empty(num_seqs, table_width, steps, self.block_size, self.vocab_size, self.device)
+
+    def greedy(self, logits: Tensor, state: DecodeState, step: int) -> None:
+        """`sample_greedy`."""
+        sample_greedy(logits, state, step)
+
+    def drawn(self, logits: Tensor, state: DecodeState, step: int) -> None:
+        """`sample_drawn`."""
+        sample_drawn(logits, state, step)
 
 
 def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
