@@ -1,0 +1,355 @@
+"""Products of many activation rows with a quantized weight, on tensor cores.
+
+`dot` (a few to `MAX_ROWS` rows): the weight is the left operand, acc[n, t] = w[n, :] @ x[t, :]^T, so its codes are
+converted in registers and go to the tensor cores from there. Row scales, norm (a factor per column of acc), bias, gate
+and residual follow in the epilogue. Where N has too few tiles to fill the card, K is split: partial sums go to a
+workspace and the program that arrives last adds them up in their order, so the result is the same in every run.
+
+`dense` (prefill): the weight is expanded once to the dtype of x and the product left to cuBLAS.
+
+Bytes moved: `dot` the weight once per `block_t` rows of x (from the second time on from L2), `dense` the weight once
+and its expanded form twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strata_lab.kernels.gpu import launch
+from strata_lab.quant.base import LinearWeight
+
+MAX_ROWS = 128  # of x for `dot`; from there on arithmetic is what takes time, and cuBLAS is better at it
+FUSED_NORM_ROWS = 16  # beyond, every program would spend more on normalizing x than one small kernel before it
+MAX_COUNTERS = 1 << 14  # output tiles of a split product
+
+
+@dataclass(frozen=True)
+class DotConfig:
+    """How a product is cut up; all powers of two but `split`.
+
+    Attributes:
+        block_n: weight rows of a tile (gated: gate rows, and as many up rows).
+        block_t: rows of x of a tile.
+        block_k: columns per step.
+        split: programs that share the columns of a tile.
+        num_warps: of a program.
+        num_stages: tiles in flight.
+    """
+
+    block_n: int
+    block_t: int
+    block_k: int
+    split: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def _by_group(tile, factor):
+    """[rows, columns] times or plus one value per group [rows, groups]: a pair (tile grouped, factor to match)."""
+    grouped = tl.reshape(tile, [tile.shape[0], factor.shape[1], tile.shape[1] // factor.shape[1]])
+    return grouped, factor.to(tl.float32)[:, :, None]
+
+
+@triton.jit
+def _dequantized(codes, scale, low, DOT: tl.constexpr):
+    """Codes [rows, columns] -> weights in the dtype of the dot."""
+    codes = codes.to(tl.float32)
+    if scale is not None:
+        grouped, factor = _by_group(codes, scale)
+        grouped *= factor
+        if low is not None:
+            grouped += low.to(tl.float32)[:, :, None]
+        codes = tl.reshape(grouped, codes.shape)
+    return codes.to(DOT)
+
+
+@triton.jit
+def _weights(w_ptr, scale_ptr, min_ptr, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
+             GROUP: tl.constexpr, DOT: tl.constexpr):  # fmt: skip
+    """Columns k.. of the weight rows [block_n, 1]: (tile, None), int4 (low nibbles, high nibbles)."""
+    HALVES: tl.constexpr = 2 if FORMAT == "int4" else 1
+    STRIDE: tl.constexpr = (K + 31) // 32 * 16 if FORMAT == "int4" else K
+    at = k // HALVES + tl.arange(0, BLOCK_K // HALVES)[None, :]
+    if K % BLOCK_K == 0:
+        data = tl.load(w_ptr + rows * STRIDE + at)
+    else:
+        data = tl.load(w_ptr + rows * STRIDE + at, mask=at < STRIDE, other=0.0)
+    scale, low = None, None
+    if GROUP > 0:
+        COUNT: tl.constexpr = (K + GROUP - 1) // GROUP
+        group = k // GROUP + tl.arange(0, BLOCK_K // GROUP)[None, :]
+        scale = tl.load(scale_ptr + rows * COUNT + group, mask=group < COUNT, other=0.0)
+        if min_ptr is not None:
+            low = tl.load(min_ptr + rows * COUNT + group, mask=group < COUNT, other=0.0)
+    if FORMAT == "int4":
+        return _dequantized(data & 15, scale, low, DOT), _dequantized(data >> 4, scale, low, DOT)
+    elif GROUP > 0:
+        return _dequantized(data, scale, low, DOT), None
+    else:
+        return data.to(DOT), None
+
+
+@triton.jit
+def _activations(ptr, rows, T, k, HALF: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, HALVES: tl.constexpr):
+    """Columns k.. of x rows [block_t, 1] as `_weights` has them; beyond T and K zeros."""
+    j = tl.arange(0, BLOCK_K // HALVES)[None, :]
+    if HALVES == 2:
+        j = j // 16 * 32 + j % 16 + HALF * 16
+    if K % BLOCK_K == 0:
+        return tl.load(ptr + rows * K + k + j, mask=rows < T, other=0.0)
+    else:
+        return tl.load(ptr + rows * K + k + j, mask=(rows < T) & (k + j < K), other=0.0)
+
+
+@triton.jit
+def _product(acc, w, x, DOT: tl.constexpr):
+    return tl.dot(w, tl.trans(x), acc, input_precision="tf32x3")  # says nothing about 16-bit operands
+
+
+@triton.jit
+def _finished(acc, rows, cols, square, scale_ptr, bias_ptr, K: tl.constexpr, eps, GROUP: tl.constexpr):
+    """acc [block_n, block_t] with the norm, the scales of its rows and the bias."""
+    if square is not None:
+        acc *= tl.rsqrt(square / K + eps)[None, :]
+    if scale_ptr is not None and GROUP == 0:
+        acc *= tl.load(scale_ptr + rows)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + rows).to(tl.float32)
+    return acc
+
+
+@triton.jit
+def dot_kernel(
+    x_ptr, w_ptr, scale_ptr, min_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr, partial_ptr, counter_ptr, T, N, eps,
+    K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, SILU: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j, s): output rows i*BLOCK_N.. for x rows j*BLOCK_T.., share s of the columns."""
+    HALVES: tl.constexpr = 2 if FORMAT == "int4" else 1
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    SHARE: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
+    outputs = N // 2 if SILU else N
+    first = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    rows = tl.minimum(first, outputs - 1).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    share = tl.program_id(2)
+
+    launch.wait(PDL)
+    launch.trigger(PDL)
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    square = tl.zeros([BLOCK_T], tl.float32)
+    for step in range(share * SHARE, min(share * SHARE + SHARE, STEPS)):
+        k = step * BLOCK_K
+        w = _weights(w_ptr, scale_ptr, min_ptr, rows, k, K, BLOCK_K, FORMAT, GROUP, DOT)
+        if SILU:
+            u = _weights(w_ptr, scale_ptr, min_ptr, rows + outputs, k, K, BLOCK_K, FORMAT, GROUP, DOT)
+        for h in tl.static_range(HALVES):
+            x = _activations(x_ptr, cols[:, None], T, k, h, K, BLOCK_K, HALVES)
+            if norm_ptr is not None:
+                x = x.to(tl.float32)
+                square += tl.sum(x * x, axis=1)
+                x *= _activations(norm_ptr, tl.zeros([1, 1], tl.int32), 1, k, h, K, BLOCK_K, HALVES).to(tl.float32)
+            x = x.to(DOT)
+            acc = _product(acc, w[h], x, DOT)
+            if SILU:
+                up = _product(up, u[h], x, DOT)
+
+    last = True
+    if SPLIT > 1:
+        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        SIZE: tl.constexpr = BLOCK_T * (BLOCK_N * (2 if SILU else 1) + 1)
+        base = partial_ptr + tile.to(tl.int64) * (SPLIT * SIZE)
+        inside = tl.arange(0, BLOCK_N)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
+        mine = base + share * SIZE
+        tl.store(mine + tl.arange(0, BLOCK_T), square)
+        tl.store(mine + BLOCK_T + inside, acc)
+        if SILU:
+            tl.store(mine + BLOCK_T + BLOCK_N * BLOCK_T + inside, up)
+        tl.debug_barrier()  # the atomic of one thread must come after the stores of all
+        last = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
+        if last:
+            acc, up = tl.zeros_like(acc), tl.zeros_like(up)
+            square = tl.zeros_like(square)
+            for s in range(SPLIT):
+                other = base + s * SIZE
+                square += tl.load(other + tl.arange(0, BLOCK_T), cache_modifier=".cg")
+                acc += tl.load(other + BLOCK_T + inside, cache_modifier=".cg")
+                if SILU:
+                    up += tl.load(other + BLOCK_T + BLOCK_N * BLOCK_T + inside, cache_modifier=".cg")
+            tl.store(counter_ptr + tile, 0)  # as the next product expects it
+    if last:
+        norm = square if norm_ptr is not None else None
+        y = _finished(acc, rows, cols, norm, scale_ptr, bias_ptr, K, eps, GROUP)
+        if SILU:
+            y = y / (1.0 + tl.exp(-y)) * _finished(up, rows + outputs, cols, norm, scale_ptr, bias_ptr, K, eps, GROUP)
+        at = cols[None, :].to(tl.int64) * outputs + rows
+        mask = (cols[None, :] < T) & (first < outputs)
+        if residual_ptr is not None:
+            y += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def normalize_kernel(x_ptr, norm_ptr, out_ptr, eps, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program t: row t of x, normalized and times the norm's weight."""
+    at = tl.arange(0, BLOCK)
+    g = tl.load(norm_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+    launch.wait(PDL)
+    launch.trigger(PDL)
+    row = tl.program_id(0).to(tl.int64) * K
+    x = tl.load(x_ptr + row + at, mask=at < K, other=0.0).to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, axis=0) / K + eps) * g
+    tl.store(out_ptr + row + at, y.to(out_ptr.dtype.element_ty), mask=at < K)
+
+
+@triton.jit
+def expand_kernel(w_ptr, scale_ptr, min_ptr, out_ptr, N, K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
+                  BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Program (i, j): a tile of the weight in the dtype of `out`, [N, K]."""
+    HALVES: tl.constexpr = 2 if FORMAT == "int4" else 1
+    first = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    rows = tl.minimum(first, N - 1).to(tl.int64)
+    k = tl.program_id(1) * BLOCK_K
+    w = _weights(w_ptr, scale_ptr, min_ptr, rows, k, K, BLOCK_K, FORMAT, GROUP, tl.float32)
+    launch.wait(PDL)  # the buffer may still be read by the kernel before
+    launch.trigger(PDL)
+    for h in tl.static_range(HALVES):
+        y = w[h]
+        if GROUP == 0 and scale_ptr is not None:
+            y *= tl.load(scale_ptr + rows)
+        j = tl.arange(0, BLOCK_K // HALVES)[None, :]
+        if HALVES == 2:
+            j = j // 16 * 32 + j % 16 + h * 16
+        tl.store(out_ptr + rows * K + k + j, y.to(out_ptr.dtype.element_ty), mask=(first < N) & (k + j < K))
+
+
+@triton.jit
+def epilogue_kernel(y_ptr, bias_ptr, residual_ptr, out_ptr, N, SILU: tl.constexpr, BLOCK: tl.constexpr,
+                    PDL: tl.constexpr):  # fmt: skip
+    """Program (t, j): columns j*BLOCK.. of row t of a product y [T, N]."""
+    launch.wait(PDL)
+    launch.trigger(PDL)
+    outputs = N // 2 if SILU else N
+    t = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < outputs
+    y = tl.load(y_ptr + t * N + at, mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if SILU:
+        up = tl.load(y_ptr + t * N + outputs + at, mask=mask, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            up += tl.load(bias_ptr + outputs + at, mask=mask, other=0.0).to(tl.float32)
+        y = y / (1.0 + tl.exp(-y)) * up
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + t * outputs + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + t * outputs + at, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def default_config(weight: LinearWeight, t: int, dtype: torch.dtype, silu_mul: bool, sms: int) -> DotConfig:
+    """Tiles for `t` rows of x. Tunable: every valid configuration is right."""
+    n, k = weight.shape
+    block_t = min(max(16, triton.next_power_of_2(t)), 64 if dtype == torch.float32 else 128)
+    block_k = 32 if dtype == torch.float32 else 64 if block_t > 32 or weight.data.element_size() > 1 else 128
+    tiles = -(-(n // 2 if silu_mul else n) // 64)
+    steps = -(-k // block_k)
+    split = max(1, min(sms // tiles, steps // 4, 8)) if tiles <= MAX_COUNTERS else 1
+    return DotConfig(64, block_t, block_k, split, 4, 3)
+
+
+def dot(
+    x: Tensor,
+    weight: LinearWeight,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    residual: Tensor | None,
+    silu_mul: bool,
+    out: Tensor,
+    config: DotConfig | None = None,
+) -> None:
+    """`linear_triton` for contiguous rows x [T, K] into `out`, whose dtype the result is rounded to."""
+    t, k = x.shape
+    n = weight.shape[0]
+    c = config or default_config(weight, t, x.dtype, silu_mul, launch.num_sms(x.device))
+    if norm_weight is not None and t > FUSED_NORM_ROWS:
+        x, norm_weight = normalized(x, norm_weight, norm_eps), None
+    tiles = (-(-(n // 2 if silu_mul else n) // c.block_n), -(-t // c.block_t))
+    partial = counters = None
+    if c.split > 1:
+        assert tiles[0] * tiles[1] <= MAX_COUNTERS, (tiles, c)
+        size = c.split * c.block_t * (c.block_n * (2 if silu_mul else 1) + 1)
+        partial = torch.empty(tiles[0] * tiles[1] * size, dtype=torch.float32, device=x.device)
+        counters = _counters(x.device, _stream(x.device))
+    dot_kernel[(*tiles, c.split)](
+        x, weight.data, weight.scales, weight.mins, bias, norm_weight, residual, out, partial, counters, t, n, norm_eps,
+        K=k, FORMAT=weight.format, GROUP=weight.group_size, BLOCK_N=c.block_n, BLOCK_T=c.block_t, BLOCK_K=c.block_k,
+        SPLIT=c.split, SILU=silu_mul, DOT=launch.dot_dtype(x.dtype),
+        **launch.options(x.device, num_warps=c.num_warps, num_stages=c.num_stages),
+    )  # fmt: skip
+
+
+def dense(
+    x: Tensor,
+    weight: LinearWeight,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    residual: Tensor | None,
+    silu_mul: bool,
+    out: Tensor,
+) -> None:
+    """As `dot`, by way of the expanded weight."""
+    if norm_weight is not None:
+        x = normalized(x, norm_weight, norm_eps)
+    w = expanded(weight, x.dtype)
+    if bias is None and residual is None and not silu_mul and out.dtype == x.dtype:
+        torch.mm(x, w.T, out=out)
+        return
+    y = torch.mm(x, w.T, out_dtype=out.dtype) if x.is_cuda and x.dtype != out.dtype else torch.mm(x, w.T)
+    block = 1024
+    epilogue_kernel[(x.shape[0], -(-out.shape[1] // block))](
+        y, bias, residual, out, weight.shape[0], SILU=silu_mul, BLOCK=block, **launch.options(x.device)
+    )
+
+
+def normalized(x: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+    """rms_norm of the rows of x, in the dtype of x (in the interpreter, which rounds wrongly, float32)."""
+    out = torch.empty_like(x, dtype=torch.float32 if launch.INTERPRETED else x.dtype)
+    k = x.shape[1]
+    normalize_kernel[(x.shape[0],)](
+        x, norm_weight, out, eps, K=k, BLOCK=triton.next_power_of_2(k), **launch.options(x.device, num_warps=8)
+    )
+    return out
+
+
+def expanded(weight: LinearWeight, dtype: torch.dtype) -> Tensor:
+    """The weight [N, K] in a float dtype."""
+    if weight.data.dtype == dtype:
+        return weight.data
+    n, k = weight.shape
+    out = torch.empty(n, k, dtype=dtype, device=weight.data.device)
+    block_n, block_k = 16, 256
+    expand_kernel[(-(-n // block_n), -(-k // block_k))](
+        weight.data, weight.scales, weight.mins, out, n, K=k, FORMAT=weight.format, GROUP=weight.group_size,
+        BLOCK_N=block_n, BLOCK_K=block_k, **launch.options(out.device),
+    )  # fmt: skip
+    return out
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+@functools.cache
+def _counters(device: torch.device, stream: int) -> Tensor:
+    """Zeros that count arrivals; products on one stream follow one another, so each stream has its own."""
+    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)

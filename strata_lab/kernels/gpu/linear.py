@@ -1,0 +1,146 @@
+"""The product with a weight on a GPU: contract of `kernels/linear.py`, three ways to do it by the number of rows of x.
+
+    rows <= gemv.MAX_ROWS    weight straight from memory into CUDA cores: bytes per second is all that matters (gemv.py)
+    rows <= gemm.MAX_ROWS    tensor cores, weight converted in registers (gemm.py, `dot`)
+    more                     weight expanded once, then cuBLAS (gemm.py, `dense`)
+
+All take bfloat16, float16 or float32 activations and accumulate in float32. With float32 activations nothing is rounded
+to less; `dot` and `dense` round scaled weights and normalized activations to a 16-bit dtype of x, as its products take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata_lab.kernels.gpu import gemm, gemv
+from strata_lab.kernels.linear import linear_ref
+from strata_lab.quant.base import LinearWeight
+
+Config = gemv.GemvConfig | gemm.DotConfig
+
+
+def linear_triton(
+    x: Tensor,
+    weight: LinearWeight,
+    bias: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    residual: Tensor | None = None,
+    silu_mul: bool = False,
+    config: Config | None = None,
+) -> Tensor:
+    """See `kernels.linear.linear`: x [T, K] -> [T, N], gated [T, N/2], in the dtype of x.
+
+    `config` picks the kernel and how it cuts the product up (default: by the shape); results differ in rounding only.
+    """
+    outputs = weight.shape[0] // 2 if silu_mul else weight.shape[0]
+    if weight.format == "fp32":
+        parts = {"norm_weight": norm_weight, "norm_eps": norm_eps, "residual": residual, "silu_mul": silu_mul}
+        return linear_ref(x.float(), weight, bias, **parts).to(x.dtype)
+    out = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device)
+    _into(out, x, weight, bias, norm_weight, norm_eps, residual, silu_mul, config)
+    return out
+
+
+def lm_head_triton(
+    x: Tensor, weight: LinearWeight, norm_weight: Tensor, norm_eps: float, *, config: Config | None = None
+) -> Tensor:
+    """Logits float32 [S, V] of the normalized rows x [S, K], not rounded to the dtype of x."""
+    if weight.format == "fp32":
+        return linear_ref(x.float(), weight, norm_weight=norm_weight, norm_eps=norm_eps)
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+    _into(out, x, weight, None, norm_weight, norm_eps, None, False, config)
+    return out
+
+
+def _into(
+    out: Tensor,
+    x: Tensor,
+    weight: LinearWeight,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    residual: Tensor | None,
+    silu_mul: bool,
+    config: Config | None,
+) -> None:
+    assert weight.layout == "rows", weight.layout
+    if x.shape[0] == 0:
+        return
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    arguments = (x, weight, bias, norm_weight, norm_eps, residual, silu_mul, out)
+    if isinstance(config, gemv.GemvConfig):
+        gemv.gemv(*arguments, config)
+    elif isinstance(config, gemm.DotConfig):
+        gemm.dot(*arguments, config)
+    elif x.shape[0] <= gemv.MAX_ROWS:
+        gemv.gemv(*arguments)
+    elif x.shape[0] <= gemm.MAX_ROWS:
+        gemm.dot(*arguments)
+    else:
+        gemm.dense(*arguments)
+
+
+_SHAPES = {  # name: (N, K, norm, gated) of the reference geometries
+    "qkv-moe": (5120, 2560, True, False),
+    "qkv-dense": (6144, 2560, True, False),
+    "o": (2560, 4096, False, False),
+    "gate-up": (2 * 9728, 2560, True, True),
+    "down": (2560, 9728, False, False),
+    "smollm-qkv": (960, 576, True, False),
+    "smollm-gate-up": (2 * 1536, 576, True, True),
+    "smollm-down": (576, 1536, False, False),
+    "odd": (20, 72, True, False),
+}
+
+
+def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Every format and kernel on the shapes of the reference models, and the heads."""
+    for name in ("bf16", "fp8", "int8", "int4"):
+        for shape, (n, k, norm, gated) in _SHAPES.items():
+            for t in (1, 4, 16, 64, 128):
+                yield f"{name}-{shape}-{t}", _aot_call(name, n, k, t, norm, gated, torch.bfloat16)
+        for t in (2, 16, 128, 256):
+            yield f"{name}-float32-{t}", _aot_call(name, 5120, 2560, t, True, False, torch.float32)
+        for t in (1, 16):
+            yield f"{name}-head-{t}", _aot_head(name, 151936, 2560, t)
+
+
+def _aot_weight(name: str, n: int, k: int) -> LinearWeight:
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    if name == "bf16":
+        return LinearWeight(name, (n, k), empty(n, k, dtype=torch.bfloat16))
+    if name == "fp8":
+        return LinearWeight(name, (n, k), empty(n, k, dtype=torch.float8_e4m3fn), empty(n, 1, dtype=torch.float32))
+    groups = -(-k // 32)
+    scales = empty(n, groups, dtype=torch.float16)
+    if name == "int8":
+        return LinearWeight(name, (n, k), empty(n, k, dtype=torch.int8), scales, group_size=32)
+    return LinearWeight(name, (n, k), empty(n, groups * 16, dtype=torch.uint8), scales, scales, group_size=32)
+
+
+def _aot_call(name: str, n: int, k: int, t: int, norm: bool, gated: bool, dtype: torch.dtype) -> Callable[[], Any]:
+    def call() -> Tensor:
+        x = torch.empty(t, k, dtype=dtype, device="meta")
+        norm_weight = torch.empty(k, dtype=dtype, device="meta") if norm else None
+        residual = None if norm else torch.empty(t, n, dtype=dtype, device="meta")
+        weight = _aot_weight(name, n, k)
+        return linear_triton(x, weight, norm_weight=norm_weight, norm_eps=1e-6, residual=residual, silu_mul=gated)
+
+    return call
+
+
+def _aot_head(name: str, n: int, k: int, t: int) -> Callable[[], Any]:
+    def call() -> Tensor:
+        x = torch.empty(t, k, dtype=torch.bfloat16, device="meta")
+        return lm_head_triton(x, _aot_weight(name, n, k), torch.empty(k, dtype=torch.bfloat16, device="meta"), 1e-6)
+
+    return call

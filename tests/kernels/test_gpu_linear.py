@@ -1,0 +1,161 @@
+"""The Triton product against the definition in float64, for every format, kernel, epilogue and kind of x."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strata_lab.kernels.gpu import gemm, gemv, launch
+from strata_lab.kernels.gpu.linear import linear_triton, lm_head_triton
+from strata_lab.kernels.linear import linear_ref
+from strata_lab.quant import get_format
+from strata_lab.quant.base import LinearWeight
+
+FORMATS = ("bf16", "fp8", "int8", "int4")
+ALL = ("bias", "norm", "residual", "gate")
+EPS = 1e-5
+# Of the largest result of a row. A bfloat16 result is rounded once; where the weight or the normalized x is rounded to
+# the dtype of x on the way, that adds as much again. The interpreter cuts bfloat16 results off instead of rounding.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+def _exact(weight: LinearWeight) -> LinearWeight:
+    return LinearWeight("fp32", weight.shape, get_format(weight.format).dequantize(weight))
+
+
+def _inputs(name: str, t: int, n: int, k: int, parts: tuple[str, ...], device: torch.device, dtype: torch.dtype) -> Any:
+    """Keyword arguments; the weight has n rows, gated 2 n."""
+    rows = 2 * n if "gate" in parts else n
+    inputs: dict[str, Any] = {
+        "x": torch.randn(t, k, device=device).to(dtype),
+        "weight": get_format(name).quantize(torch.randn(rows, k, device=device) / k**0.5),
+        "silu_mul": "gate" in parts,
+    }
+    if "bias" in parts:
+        inputs["bias"] = torch.randn(rows, device=device).to(dtype)
+    if "norm" in parts:
+        inputs |= {"norm_weight": torch.randn(k, device=device).to(dtype), "norm_eps": EPS}
+    if "residual" in parts:
+        inputs["residual"] = torch.randn(t, n, device=device).to(dtype)
+    return inputs
+
+
+def _expected(inputs: dict[str, Any]) -> Tensor:
+    double = {k: v.double() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    return linear_ref(**double | {"weight": _exact(inputs["weight"])})
+
+
+def _assert_close(result: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert result.shape == expected.shape
+    error = (result.double() - expected).abs().amax(dim=1) / expected.abs().amax(dim=1)
+    assert bool((error <= tolerance).all()), error.max()  # NaN fails
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("t", "n", "k", "parts"),
+    [
+        (1, 20, 72, ALL),
+        (2, 33, 576, ("norm",)),
+        (4, 20, 72, ("bias", "residual")),
+        (5, 33, 576, ALL),
+        (9, 20, 72, ()),
+        (16, 20, 72, ("bias", "norm")),
+        (17, 40, 72, ("norm", "gate", "residual")),
+        (130, 20, 72, ALL),
+        (130, 33, 72, ()),
+    ],
+)
+def test_product_equals_definition_in_float32(
+    name: str, t: int, n: int, k: int, parts: tuple[str, ...], device: torch.device
+) -> None:
+    inputs = _inputs(name, t, n, k, parts, device, torch.float32)
+    _assert_close(linear_triton(**inputs), _expected(inputs), TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("t", "parts"), [(1, ALL), (3, ()), (7, ALL), (20, ("norm", "gate")), (130, ("norm", "bias"))])
+def test_product_rounds_once_or_twice_in_half_precision(
+    name: str, dtype: torch.dtype, t: int, parts: tuple[str, ...], device: torch.device
+) -> None:
+    if launch.INTERPRETED and t > gemm.MAX_ROWS:
+        pytest.skip("expands the weight to bfloat16, which the interpreter stores wrongly")
+    inputs = _inputs(name, t, 20, 96, parts, device, dtype)
+    result = linear_triton(**inputs)
+    assert result.dtype == dtype
+    _assert_close(result, _expected(inputs), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("t", [1, 6])
+def test_logits_are_float32_whatever_x_is(name: str, t: int, device: torch.device) -> None:
+    inputs = _inputs(name, t, 50, 96, ("norm",), device, torch.bfloat16)
+    logits = lm_head_triton(inputs["x"], inputs["weight"], inputs["norm_weight"], EPS)
+    assert logits.dtype == torch.float32
+    _assert_close(logits, _expected(inputs), 1e-5 if t == 1 else 2**-8)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4"])
+@pytest.mark.parametrize(
+    "config",
+    [gemv.GemvConfig(1, 1024, 2, 1), gemv.GemvConfig(8, 128, 6, 2), gemv.GemvConfig(2, 2048, 2, 3)],
+    ids=str,
+)
+def test_every_cut_of_a_gemv_gives_the_product(name: str, config: gemv.GemvConfig, device: torch.device) -> None:
+    inputs = _inputs(name, 2, 13, 1056, ALL, device, torch.float32)
+    _assert_close(linear_triton(**inputs, config=config), _expected(inputs), TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("parts", [ALL, ("residual",)], ids=["everything", "residual"])
+def test_split_products_are_added_up_and_can_be_repeated(
+    name: str, parts: tuple[str, ...], device: torch.device
+) -> None:
+    """Twice: the first product must leave the counters as it found them."""
+    config = gemm.DotConfig(16, 16, 32, 3, 4, 2)
+    for t in (3, 18):
+        inputs = _inputs(name, t, 20, 136, parts, device, torch.float32)
+        _assert_close(linear_triton(**inputs, config=config), _expected(inputs), TOLERANCE[torch.float32])
+
+
+def test_rows_of_a_larger_tensor_and_no_rows_at_all(device: torch.device) -> None:
+    inputs = _inputs("fp8", 2, 20, 64, (), device, torch.float32)
+    expected = _expected(inputs)
+    wide = torch.full((2, 100), torch.nan, device=device)
+    wide[:, :64] = inputs["x"]
+    _assert_close(linear_triton(wide[:, :64], inputs["weight"]), expected, TOLERANCE[torch.float32])
+    assert linear_triton(wide[:0, :64], inputs["weight"]).shape == (0, 20)
+
+
+def test_float32_weights_take_the_plain_product(device: torch.device) -> None:
+    inputs = _inputs("fp32", 3, 20, 72, ALL, device, torch.float32)
+    _assert_close(linear_triton(**inputs), _expected(inputs), TOLERANCE[torch.float32])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rows", [4, 16, 64])
+def test_a_row_alone_equals_the_row_in_a_batch(name: str, rows: int, device: torch.device) -> None:
+    """Within one kernel and configuration, to the last bit."""
+    inputs = _inputs(name, rows, 256, 2560, ("norm", "residual"), device, torch.bfloat16)
+    config: Any = gemv.GemvConfig(4, 512, 2, 2) if rows <= gemv.MAX_ROWS else gemm.DotConfig(64, 64, 64, 2, 4, 3)
+    together = linear_triton(**inputs, config=config)
+    for t in range(rows if rows <= gemm.FUSED_NORM_ROWS else 0):
+        one = {k: v[t : t + 1] if k in ("x", "residual") else v for k, v in inputs.items()}
+        assert torch.equal(linear_triton(**one, config=config)[0], together[t])
+    assert torch.equal(linear_triton(**inputs, config=config), together)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("t", "n", "k"), [(1, 5120, 2560), (4, 2560, 9728), (8, 2560, 4096), (100, 960, 576), (300, 960, 576)]
+)
+def test_reference_shapes(name: str, t: int, n: int, k: int, device: torch.device) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        inputs = _inputs(name, t, n, k, ("norm", "residual"), device, dtype)
+        _assert_close(linear_triton(**inputs), _expected(inputs), TOLERANCE[dtype])
