@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,15 +17,18 @@ import torch
 from strata_lab.apply import Fallback
 from strata_lab.block_manager import BlockManager
 from strata_lab.config import ConfigError, EngineConfig, Optimizations
+from strata_lab.device_sampling import GpuSampling
 from strata_lab.graph_runner import CapturedStep, CompiledStep, CpuRecorder, CudaRecorder
 from strata_lab.kernels import bind
 from strata_lab.kv_cache import KVCache, block_bytes
 from strata_lab.layers.rotary import rotary_table
 from strata_lab.layers.weights import ModelWeights
+from strata_lab.memory_forecast import weights_nbytes, workspace_nbytes
 from strata_lab.models import get_family
 from strata_lab.models.base import CausalLM, WeightReader, load_weights
 from strata_lab.models.presets import PresetCheckpoint, preset_config
 from strata_lab.quant.base import PANEL_ROWS, LinearWeight
+from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import EagerStep, Runner
 from strata_lab.sampler import Sampler
 from strata_lab.scheduler import ContinuousAdmission, StaticAdmission
@@ -33,6 +37,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 KV_FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
 POOL_FIELDS = ("kv_cache_dtype", "gpu_memory_utilization")  # a change of these makes a new KV pool
 CPU_POOL_BYTES = 1 << 30  # enough for 16 streams of 2,800 tokens on the default model; a laptop has other work to do
+
+MIN_CAPABILITY = (8, 9)  # the first with float8 conversions in hardware
 
 ProgressFn = Callable[[str, float], None]
 
@@ -44,7 +50,7 @@ class Parts:
     optimizations: Optimizations
     weights: ModelWeights
     kv: KVCache
-    runner: Runner
+    runner: Runner | RunAhead
     admission: ContinuousAdmission | StaticAdmission
     max_model_len: int
 
@@ -66,7 +72,8 @@ class Builder:
         self.model_config = self.checkpoint.config
         self.backend = self._backend()
         self.rotary = rotary_table(self.model_config, self.model_config.max_position, self.device)
-        self._steps: dict[tuple[Any, ...], Any] = {}  # captures of the weights and pool in force
+        self._runners: dict[tuple[Any, ...], Any] = {}  # with the captures of the weights and pool in force
+        self._planned_blocks: dict[Any, int] = {}  # what the latest `resolve` promised
 
     # -- what a wish means here ---------------------------------------------------------------------------------
 
@@ -87,6 +94,7 @@ class Builder:
         if wish.kv_cache_dtype is None:
             changes["kv_cache_dtype"] = KV_FORMAT_OF[self.dtype]
         resolved = wish.replace(changes)
+        self._planned_blocks.clear()
         tokens = self._pool_blocks(resolved, current) * self.config.block_size
         if wish.max_model_len is None:
             return resolved.replace({"max_model_len": min(limit, tokens)})
@@ -105,16 +113,19 @@ class Builder:
             blocks = current.kv.num_blocks
             if (resolved.max_model_len or 0) <= blocks * self.config.block_size:
                 return blocks
-        return self.num_kv_blocks(resolved)
+        key = (resolved.weight_format, resolved.kv_cache_dtype, resolved.gpu_memory_utilization)
+        if key not in self._planned_blocks:  # before anything is loaded: what is free afterwards is another number
+            self._planned_blocks[key] = self.num_kv_blocks(resolved, current)
+        return self._planned_blocks[key]
 
-    def num_kv_blocks(self, resolved: Optimizations) -> int:
+    def num_kv_blocks(self, resolved: Optimizations, current: Parts | None) -> int:
         """Blocks of the pool: as configured, or what all streams could fill, within the memory there is."""
         if self.config.num_kv_blocks is not None:
             return self.config.num_kv_blocks
         per_block = block_bytes(self.model_config, self.config.block_size, resolved.kv_cache_dtype or "bf16")
         length = resolved.max_model_len or self.model_config.max_position
         wanted = resolved.max_num_seqs * -(-length // self.config.block_size)
-        budget = self._memory_budget(resolved.gpu_memory_utilization)
+        budget = self._memory_budget(resolved, current)
         blocks = min(wanted, budget // per_block)
         if blocks < 1:
             raise ConfigError(
@@ -123,10 +134,16 @@ class Builder:
             )
         return int(blocks)
 
-    def _memory_budget(self, utilization: float) -> int:
+    def _memory_budget(self, resolved: Optimizations, current: Parts | None) -> int:
+        """Bytes for the KV pool: what is free now, less what is still to come and what must stay free."""
+        utilization = resolved.gpu_memory_utilization
         if self.device.type == "cuda":
+            torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(self.device)
-            return max(0, int(free - (1 - utilization) * total))
+            loaded = current is not None and current.optimizations.weight_format == resolved.weight_format
+            weights = 0 if loaded else weights_nbytes(self.model_config, resolved.weight_format or "bf16")
+            workspace = workspace_nbytes(self.model_config, resolved.max_num_batched_tokens, resolved.max_num_seqs)
+            return max(0, int(free - (1 - utilization) * total - weights - workspace))
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return min(CPU_POOL_BYTES, int(free * utilization))
 
@@ -144,7 +161,7 @@ class Builder:
 
     def _backend(self) -> str:
         if self.device.type == "cuda":
-            return "reference"
+            return self._gpu_backend()
         from strata_lab.kernels.cpu.build import CpuKernelsUnavailable, load
 
         c = self.model_config
@@ -162,19 +179,31 @@ class Builder:
             return "reference"
         return "cpu"
 
+    def _gpu_backend(self) -> str:
+        capability = torch.cuda.get_device_capability(self.device)
+        reason = ""
+        if find_spec("triton") is None:
+            reason = "Triton is not installed (pip install triton); plain torch runs, slower"
+        elif capability < MIN_CAPABILITY:
+            needed = ".".join(map(str, MIN_CAPABILITY))
+            reason = f"compute capability {capability[0]}.{capability[1]} is below {needed}; plain torch runs, slower"
+        if reason:
+            self.fallbacks.append(Fallback("gpu kernels", reason))
+        return "reference" if reason else "triton"
+
     # -- making the objects -------------------------------------------------------------------------------------
 
     def parts(self, resolved: Optimizations, current: Parts | None = None) -> Parts:
         """Objects for a resolved setting; weights and pool are taken from `current` where they do not change."""
         weights, kv = self._weights(resolved, current), self._kv(resolved, current)
         if current is not None and (weights is not current.weights or kv is not current.kv):
-            self._steps = {}
+            self._runners = {}
         assert resolved.max_model_len is not None
         return Parts(
             optimizations=resolved,
             weights=weights,
             kv=kv,
-            runner=Runner(self._step(resolved, weights, kv), Sampler(), self.config.block_size, self.device),
+            runner=self._runner(resolved, weights, kv),
             admission=ContinuousAdmission() if resolved.continuous_batching else StaticAdmission(),
             max_model_len=resolved.max_model_len,
         )
@@ -196,7 +225,7 @@ class Builder:
             return load_weights(reader, get_family(self.model_config.architecture))
 
     def _pack(self) -> Callable[[LinearWeight], LinearWeight]:
-        if self.backend == "reference":
+        if self.backend != "cpu":
             return lambda weight: weight
         from strata_lab.kernels.cpu.packing import pack
 
@@ -209,28 +238,37 @@ class Builder:
             return current.kv
         return KVCache(self.model_config, blocks, self.config.block_size, resolved.kv_cache_dtype, self.device)
 
-    def _step(self, resolved: Optimizations, weights: ModelWeights, kv: KVCache) -> Any:
+    def _runner(self, resolved: Optimizations, weights: ModelWeights, kv: KVCache) -> Any:
+        """The runner of a setting; kept, so that toggling back and forth captures nothing twice."""
         key = (resolved.cuda_graph, resolved.fused_kernels)
-        if key not in self._steps:
-            ops = bind(self.backend)
-            model = CausalLM(self.model_config, weights, ops, self.rotary, fused=resolved.fused_kernels)
+        if key not in self._runners:
+            model = CausalLM(self.model_config, weights, bind(self.backend), self.rotary, fused=resolved.fused_kernels)
             eager = EagerStep(model, kv, self.dtype)
-            self._steps[key] = self._captured(eager) if resolved.cuda_graph else eager
-        return self._steps[key]
-
-    def _captured(self, eager: EagerStep) -> Any:
-        reason = self.why_not_captured()
-        if reason:
-            fallback = Fallback("cuda_graph", reason)
-            if fallback not in self.fallbacks:
+            reason = self.why_not_captured() if resolved.cuda_graph else ""
+            if reason and (fallback := Fallback("cuda_graph", reason)) not in self.fallbacks:
                 self.fallbacks.append(fallback)
-            return eager
+            captured = resolved.cuda_graph and not reason
+            self._runners[key] = self._captured(eager) if captured else self._plain(eager)
+        runner = self._runners[key]
+        runner.max_model_len = resolved.max_model_len or 0
+        return runner
+
+    def _plain(self, step: Any) -> Runner:
+        return Runner(step, Sampler(), self.config.block_size, self.device)
+
+    def _captured(self, eager: EagerStep) -> Runner | RunAhead:
         if self.device.type == "cpu" and self.config.capture == "inductor":
             step: CompiledStep | CapturedStep = CompiledStep(eager)
         else:
-            step = CapturedStep(eager, CudaRecorder() if self.device.type == "cuda" else CpuRecorder())
-        step.prepare(lambda fraction: self.progress("capturing the decode step", fraction))
-        return step
+            recorder = CudaRecorder() if self.device.type == "cuda" else CpuRecorder()
+            step = CapturedStep(eager, recorder)
+        preparing: Any = step
+        runner: Any = self._plain(step)
+        if self.backend == "triton":
+            sampling = GpuSampling(self.config.block_size, self.model_config.vocab_size, self.device)
+            preparing = runner = RunAhead(runner, eager, recorder, sampling, clock=_clock)
+        preparing.prepare(lambda fraction: self.progress("capturing the decode step", fraction))
+        return runner
 
     def why_not_captured(self) -> str:
         """Why `cuda_graph` has no effect here; empty where it has."""
@@ -242,7 +280,7 @@ class Builder:
 
     def close(self) -> None:
         """Drop every reference to device memory and to the checkpoint."""
-        self._steps = {}
+        self._runners = {}
         self.checkpoint.close()
 
 
@@ -256,6 +294,11 @@ def _device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device={name!r}: torch {torch.__version__} sees no CUDA device; try device='cpu'")
     return torch.device(name)
+
+
+def _clock() -> Any:
+    """An event that marks a point of the device's work."""
+    return torch.cuda.Event(enable_timing=True)
 
 
 def _open(config: EngineConfig, device: torch.device) -> Any:

@@ -266,12 +266,14 @@ class EngineLoop:
     def _put_in_force(self, parts: Parts, new_blocks: Callable[[Parts], BlockManager], build_ms: float) -> float:
         started = time.perf_counter()
         before, opt = self.parts, parts.optimizations
+        before.runner.settle()
         limits = {"max_model_len": parts.max_model_len}
         new_pool = parts.kv is not before.kv
         self.scheduler.configure(
             max_num_seqs=opt.max_num_seqs,
             max_num_batched_tokens=opt.max_num_batched_tokens,
             admission=parts.admission,
+            lookahead=parts.runner.lookahead,
             **({} if new_pool else limits),  # a new limit is judged by the pool it comes with
         )
         if new_pool:
@@ -319,6 +321,7 @@ class EngineLoop:
             self._wake.notify_all()
         if self._thread is not None:
             self._thread.join()
+        self.parts.runner.settle()
         with self._lock:
             self.closed = True
             for _, done in self._swaps:

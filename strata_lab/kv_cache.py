@@ -23,17 +23,13 @@ class KVCache:
         block_size: tokens per block.
         kv_format: key of `KV_DTYPES`.
         device: where it lives.
-
-    Attributes:
-        spare_block: index of one block more, which is never anybody's: rows that compute past their end write there.
     """
 
     def __init__(
         self, config: ModelConfig, num_blocks: int, block_size: int, kv_format: str, device: torch.device
     ) -> None:
         self.num_blocks, self.block_size, self.kv_format = num_blocks, block_size, kv_format
-        self.spare_block = num_blocks
-        shape = (config.num_layers, num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self._k = torch.empty(shape, dtype=KV_DTYPES[kv_format], device=device)
         self._v = torch.empty(shape, dtype=KV_DTYPES[kv_format], device=device)
         # Unit scales until a checkpoint brings calibrated ones: e4m3 reaches 448, the supported models stay below.
@@ -52,7 +48,7 @@ class KVCache:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token of context costs, all layers."""
-        return self.nbytes // ((self.num_blocks + 1) * self.block_size)
+        return self.nbytes // (self.num_blocks * self.block_size)
 
 
 def block_bytes(config: ModelConfig, block_size: int, kv_format: str) -> int:

@@ -7,7 +7,8 @@ nothing. How far ahead is bounded by the blocks that the scheduler reserved (`Sc
 What the device computed ahead is used only while it is what the scheduler asks for: same requests, same positions. A
 request that ended leaves its row idle until the queued steps are used up; anything else (a prompt to compute, a row
 that needs the host's sampler) drops the queued steps. Dropped steps leave nothing behind but keys and values in slots
-that their requests own and will write again, or in the pool's spare block; later work of the stream runs after them.
+that their requests own and will write again, or owned when the steps were queued: whatever a new owner does to them
+comes later in the same stream.
 """
 
 from __future__ import annotations
@@ -15,66 +16,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from strata_lab.batch import ScheduledBatch, ScheduledRequest
+from strata_lab.device_sampling import DecodeState, DeviceSampling, fill
 from strata_lab.graph_runner import MIN_TABLE_WIDTH, Recorder
 from strata_lab.request import Request
 from strata_lab.runner import EagerStep, Runner, StepInputs, StepResult
-from strata_lab.sampler import SampledTokens, inverse_temperature
+from strata_lab.sampler import SampledTokens
 from strata_lab.sampling_edits import edits_logits
-from strata_lab.sampling_random import seed_keys
 from strata_lab.scheduler import most_slots
 
 STEPS_AHEAD = 4  # queued at most: a host that stalls for a few milliseconds stalls nobody
 STEPS_PER_REPLAY = 2  # at batch sizes up to SMALL_BATCH; halves the gaps between graphs where steps are short
 SMALL_BATCH = 2
 LOOKAHEAD_TOKENS = 2 * STEPS_AHEAD  # blocks to reserve, so that a full queue never waits for one
-
-
-class DecodeState(Protocol):
-    """Device tensors of one captured batch size: what a step reads and the sampling at its end writes anew.
-
-    Attributes:
-        input_ids, positions, slot_mapping: [B] int64; a row that only pads has slot -1 and seq_len 0 for ever.
-        seq_lens: [B] int32, this step's token included.
-        block_tables: [B, width] int32.
-        inverse_temperature, top_p, min_p: [B] float64; inverse_temperature 0 is greedy.
-        top_k, seed_keys, output_positions: [B] int64.
-        out_tokens: [steps, B] int64, the sampled tokens; negative where only the host can tell.
-    """
-
-    input_ids: Tensor
-    positions: Tensor
-    slot_mapping: Tensor
-    seq_lens: Tensor
-    block_tables: Tensor
-    inverse_temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed_keys: Tensor
-    output_positions: Tensor
-    out_tokens: Tensor
-
-
-class DeviceSampling(Protocol):
-    """Sampling that stays on the device (`kernels/gpu/sampling.py`)."""
-
-    def state(self, num_seqs: int, table_width: int, steps: int) -> DecodeState:
-        """An idle state: every row pads."""
-        ...
-
-    def greedy(self, logits: Tensor, state: Any, step: int) -> None:
-        """Most likely tokens into `out_tokens[step]`, and the state moved on by one token."""
-        ...
-
-    def drawn(self, logits: Tensor, state: Any, step: int) -> None:
-        """The same for rows of which some have a temperature."""
-        ...
 
 
 @dataclass
@@ -130,12 +89,11 @@ class RunAhead:
         eager: the step that is captured.
         recorder: how this device captures, and the batch sizes it captures.
         sampling: the device's sampling.
-        spare_block: a block of the pool that no request ever owns: where rows that ran past their end write.
-        max_model_len: longest request.
         clock: makes the events that mark the end of a step.
     """
 
     lookahead = LOOKAHEAD_TOKENS
+    max_model_len = 0  # set by the builder
 
     def __init__(
         self,
@@ -144,12 +102,10 @@ class RunAhead:
         recorder: Recorder,
         sampling: DeviceSampling,
         *,
-        spare_block: int,
-        max_model_len: int,
         clock: Callable[[], Any],
     ) -> None:
         self.runner, self.eager, self.recorder, self.sampling = runner, eager, recorder, sampling
-        self.spare_block, self.max_model_len, self.clock = spare_block, max_model_len, clock
+        self.clock = clock
         self.block_size, self.device = runner.block_size, runner.device
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}
         self._flight: _Flight | None = None
@@ -272,7 +228,7 @@ class RunAhead:
         graph = self._graph(self.recorder.bucket(len(items)), width, drawn=drawn)
         if not self._has_room(items, 0, graph):
             return None
-        self._fill(graph.state, items)
+        fill(graph.state, items, self.block_size, self.eager.model.config.vocab_size, self.max_model_len)
         started = self.clock()
         started.record()
         flight = _Flight(
@@ -285,30 +241,6 @@ class RunAhead:
         )
         self._launch(flight)
         return flight
-
-    def _fill(self, state: DecodeState, items: Sequence[ScheduledRequest]) -> None:
-        """The inputs of the items' next step; rows beyond them pad."""
-        (num_rows, width), size = state.block_tables.shape, self.block_size
-        padding = num_rows - len(items)
-        requests = [item.request for item in items]
-        vocab_size = self.eager.model.config.vocab_size
-
-        def put(target: Tensor, values: list[Any], pad: Any) -> None:
-            target.copy_(torch.tensor(values + [pad] * padding, dtype=target.dtype))
-
-        put(state.input_ids, [item.request.token_ids[item.start] for item in items], 0)
-        put(state.positions, [item.start for item in items], 0)
-        put(state.seq_lens, [item.start + 1 for item in items], 0)
-        slots = [item.block_table[item.start // size] * size + item.start % size for item in items]
-        put(state.slot_mapping, slots, -1)
-        spare = [self.spare_block] * width
-        put(state.block_tables, [(item.block_table + spare)[:width] for item in items], spare)
-        put(state.inverse_temperature, [inverse_temperature(r.params) for r in requests], 0.0)
-        put(state.top_k, [min(r.params.top_k or vocab_size, vocab_size) for r in requests], vocab_size)
-        put(state.top_p, [r.params.top_p for r in requests], 1.0)
-        put(state.min_p, [r.params.min_p for r in requests], 0.0)
-        put(state.seed_keys, seed_keys([r.seed for r in requests]).view("int64").tolist(), 0)
-        put(state.output_positions, [r.num_output_tokens for r in requests], 0)
 
     def _graph(self, num_seqs: int, width: int, *, drawn: bool) -> _Graph:
         key = (num_seqs, width, drawn)

@@ -144,6 +144,7 @@ class Runner:
         self.step, self.sampler, self.block_size, self.device = step, sampler, block_size, device
 
     lookahead = 0  # tokens that it wants blocks reserved for
+    max_model_len = 0  # longest request, for runners that compute ahead of the scheduler
 
     def settle(self) -> None:
         """Wait until nothing of it runs on the device any more: there is nothing left behind between two steps."""

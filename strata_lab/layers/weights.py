@@ -6,6 +6,7 @@ q, k and v are one matrix and so are gate and up: the unfused composition takes 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -104,14 +105,18 @@ class ModelWeights:
         """Bytes of all matrices (norms and biases are under 0.1% and left out)."""
         return sum(w.nbytes for w in self.linears())
 
+    @functools.cached_property
+    def _dense_and_expert_bytes(self) -> tuple[int, int]:
+        experts = sum(w.mlp.gate_up.nbytes + w.mlp.down.nbytes for w in self.layers if isinstance(w.mlp, MoeWeights))
+        return self.nbytes - experts - (0 if self.embedding is self.head else self.embedding.nbytes), experts
+
     def bytes_read(self, config: ModelConfig, num_tokens: int) -> int:
         """Weight bytes a step of `num_tokens` has to read.
 
         Every matrix once; of a mixture, the distinct experts that `num_tokens` uniform choices of k out of E touch on
         average, E * (1 - (1 - k/E)^T). The embedding is a lookup of T rows, unless it is also the head.
         """
-        experts = sum(w.mlp.gate_up.nbytes + w.mlp.down.nbytes for w in self.layers if isinstance(w.mlp, MoeWeights))
-        dense = self.nbytes - experts - (0 if self.embedding is self.head else self.embedding.nbytes)
+        dense, experts = self._dense_and_expert_bytes
         if not experts:
             return dense
         share = 1 - (1 - config.num_experts_per_tok / config.num_experts) ** num_tokens
