@@ -23,7 +23,7 @@ from strata_lab.kernels import bind
 from strata_lab.kv_cache import KVCache, block_bytes
 from strata_lab.layers.rotary import rotary_table
 from strata_lab.layers.weights import ModelWeights
-from strata_lab.memory_forecast import weights_nbytes, workspace_nbytes
+from strata_lab.memory_forecast import workspace_nbytes
 from strata_lab.models import get_family
 from strata_lab.models.base import CausalLM, WeightReader, load_weights
 from strata_lab.models.presets import PresetCheckpoint, preset_config
@@ -32,6 +32,7 @@ from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import EagerStep, Runner
 from strata_lab.sampler import Sampler
 from strata_lab.scheduler import ContinuousAdmission, StaticAdmission
+from strata_lab.telemetry.roofline import forecast
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
@@ -141,7 +142,8 @@ class Builder:
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(self.device)
             loaded = current is not None and current.optimizations.weight_format == resolved.weight_format
-            weights = 0 if loaded else weights_nbytes(self.model_config, resolved.weight_format or "bf16")
+            formats = (resolved.weight_format or "bf16", resolved.kv_cache_dtype or "bf16")
+            weights = 0 if loaded else forecast(self.model_config, *formats).stored_bytes
             workspace = workspace_nbytes(self.model_config, resolved.max_num_batched_tokens, resolved.max_num_seqs)
             return max(0, int(free - (1 - utilization) * total - weights - workspace))
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -33,6 +33,7 @@ from strata_lab.scheduler import most_slots
 STEPS_AHEAD = 4  # queued at most: a host that stalls for a few milliseconds stalls nobody
 STEPS_PER_REPLAY = 2  # at batch sizes up to SMALL_BATCH; halves the gaps between graphs where steps are short
 SMALL_BATCH = 2
+WARM_UP_REPLAYS = 3
 LOOKAHEAD_TOKENS = 2 * STEPS_AHEAD  # blocks to reserve, so that a full queue never waits for one
 
 
@@ -139,6 +140,25 @@ class RunAhead:
                 unit.done.synchronize()
             self._flight = None
 
+    @torch.inference_mode()
+    def replay_ms(self, items: list[ScheduledRequest], replays: int) -> float:
+        """Device milliseconds per step of bare replays of these greedy items, without any host work in between.
+
+        For benchmarks, on an idle engine: it writes keys and values into the items' blocks, which must cover
+        `WARM_UP_REPLAYS + replays` replays.
+        """
+        graph = self._graph_for(items)
+        fill(graph.state, items, self.block_size, self.eager.model.config.vocab_size, self.max_model_len)
+        for _ in range(WARM_UP_REPLAYS):
+            graph.replay()
+        first, last = self.clock(), self.clock()
+        first.record()
+        for _ in range(replays):
+            graph.replay()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / (replays * graph.steps)
+
     # -- what was computed ahead ----------------------------------------------------------------------------------
 
     def _continues(self, flight: _Flight, batch: ScheduledBatch) -> bool:
@@ -222,10 +242,7 @@ class RunAhead:
 
     def _take_off(self, items: list[ScheduledRequest]) -> _Flight | None:
         """Write the batch into a captured state and queue its first steps; None where blocks for them are missing."""
-        blocks = max(-(-(item.start + 1 + self.lookahead) // self.block_size) for item in items)
-        width = max(MIN_TABLE_WIDTH, 1 << (blocks - 1).bit_length())
-        drawn = any(not item.request.params.greedy for item in items)
-        graph = self._graph(self.recorder.bucket(len(items)), width, drawn=drawn)
+        graph = self._graph_for(items)
         if not self._has_room(items, 0, graph):
             return None
         fill(graph.state, items, self.block_size, self.eager.model.config.vocab_size, self.max_model_len)
@@ -241,6 +258,13 @@ class RunAhead:
         )
         self._launch(flight)
         return flight
+
+    def _graph_for(self, items: Sequence[ScheduledRequest]) -> _Graph:
+        tokens = max(item.start for item in items) + 1 + self.lookahead
+        blocks = max(-(-tokens // self.block_size), *(len(item.block_table) for item in items))
+        width = max(MIN_TABLE_WIDTH, 1 << (blocks - 1).bit_length())
+        drawn = any(not item.request.params.greedy for item in items)
+        return self._graph(self.recorder.bucket(len(items)), width, drawn=drawn)
 
     def _graph(self, num_seqs: int, width: int, *, drawn: bool) -> _Graph:
         key = (num_seqs, width, drawn)
