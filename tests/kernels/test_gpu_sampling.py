@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strata_lab.kernels.gpu.decode_state import Scratch, key_ids, key_values, sort_keys, uniform
-from strata_lab.kernels.gpu.sampling import DecodeState, DeviceSampling, GreedyConfig, sample_drawn, sample_greedy
+from strata_lab.kernels.gpu.sampling import DecodeState, GreedyConfig, sample_drawn, sample_greedy
 from strata_lab.sampling_draw import HEAD, UNRESOLVED, Filters, _sort_keys, draw
 from strata_lab.sampling_random import seed_keys, uniforms
 
@@ -285,12 +285,11 @@ def test_the_state_advances_over_block_boundaries_until_the_row_is_full(
 
 def test_an_idle_state_samples_nothing(device: torch.device) -> None:
     """What a capture's warm-up runs on."""
-    sampling = DeviceSampling(BLOCK_SIZE, 30, device)
-    state = sampling.state(2, 3, 2)
+    state = DecodeState.empty(2, 3, 2, BLOCK_SIZE, 30, device)
     before = snapshot(state)
     logits = torch.randn(2, 30).to(device)
-    sampling.greedy(logits, state, 0)
-    sampling.drawn(logits, state, 1)
+    sample_greedy(logits, state, 0)
+    sample_drawn(logits, state, 1)
     assert all(torch.equal(value, before[name]) for name, value in snapshot(state).items())
     assert state.out_tokens.shape == (2, 2) and state.slot_mapping.tolist() == [-1, -1]
 

@@ -216,26 +216,28 @@ def uniform(key, position):
 
 
 @triton.jit
-def upcoming(positions, block_tables, max_seq_lens, row, table_width, BLOCK_SIZE: tl.constexpr):
-    """Position of the row's next token and its slot, or -1 where there is no room for it."""
+def upcoming(
+    positions, seq_lens, block_tables, max_seq_lens, output_positions, row, table_width, BLOCK_SIZE: tl.constexpr
+):
+    """The row's next position, its slot or -1 where there is no room, its length now, and its place in the output."""
     position = tl.load(positions + row) + 1
     column = tl.minimum(position // BLOCK_SIZE, table_width - 1)
     block = tl.load(block_tables + row * table_width + column).to(tl.int64)
     capacity = tl.minimum(tl.load(max_seq_lens + row), table_width * BLOCK_SIZE)
-    return position, tl.where(position < capacity, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    slot = tl.where(position < capacity, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    return position, slot, tl.load(seq_lens + row), tl.load(output_positions + row)
 
 
 @triton.jit
 def advance(
-    token, position, slot, row, step, input_ids, positions, seq_lens, slot_mapping, output_positions, out_tokens
-):
-    """Record the row's token and make it the next input. No thread may still need to read the row afterwards."""
-    seq_len = tl.load(seq_lens + row)
-    drawn = tl.load(output_positions + row)
+    token, position, slot, seq_len, drawn, row, step,
+    input_ids, positions, seq_lens, slot_mapping, output_positions, out_tokens,
+):  # fmt: skip
+    """Record the row's token and make it the next input; the numbers are those of `upcoming`, read before."""
     live = seq_len > 0
+    more = slot >= 0
     tl.debug_barrier()  # every warp has read before one of them writes
     tl.store(out_tokens + step * tl.num_programs(0) + row, tl.where(live, token, 0))
-    more = slot >= 0
     tl.store(input_ids + row, tl.maximum(token, 0), mask=live)
     tl.store(positions + row, position, mask=live & more)
     tl.store(seq_lens + row, tl.where(more, seq_len + 1, 0), mask=live)

@@ -31,7 +31,7 @@ from strata_lab.kernels.gpu.decode_state import (
 from strata_lab.kernels.gpu.launch import options, trigger, wait
 from strata_lab.kernels.gpu.sampling_draw import sample_drawn
 
-__all__ = ["DecodeState", "DeviceSampling", "sample_drawn", "sample_greedy"]
+__all__ = ["DecodeState", "sample_drawn", "sample_greedy"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,9 @@ def _greedy_kernel(
     trigger(PDL)
     # .cg: read where other multiprocessors wrote, past the L1 cache
     x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < V, other=float("-inf"), cache_modifier=".cg")
-    position, slot = upcoming(positions, block_tables, max_seq_lens, row, table_width, BLOCK_SIZE)
+    position, slot, seq_len, drawn = upcoming(
+        positions, seq_lens, block_tables, max_seq_lens, output_positions, row, table_width, BLOCK_SIZE
+    )
     tl.store(partials + row * PARTS + part, tl.min(sort_keys(x, ids)))
     if tl.atomic_add(arrivals + row, 1, sem="acq_rel") == PARTS - 1:
         parts = tl.arange(0, PARTS_POW2)
@@ -73,8 +75,9 @@ def _greedy_kernel(
         tl.store(arrivals + row, 0)
         token = tl.where(is_best(best), key_ids(best), -2)
         advance(
-            token, position, slot, row, step, input_ids, positions, seq_lens, slot_mapping, output_positions, out_tokens
-        )
+            token, position, slot, seq_len, drawn, row, step,
+            input_ids, positions, seq_lens, slot_mapping, output_positions, out_tokens,
+        )  # fmt: skip
 
 
 def sample_greedy(logits: Tensor, state: DecodeState, step: int, config: GreedyConfig | None = None) -> None:
@@ -108,27 +111,6 @@ def sample_greedy(logits: Tensor, state: DecodeState, step: int, config: GreedyC
         PARTS_POW2=triton.next_power_of_2(parts),
         **options(logits.device, num_warps=config.num_warps),
     )
-
-
-@dataclass(frozen=True)
-class DeviceSampling:
-    """The samplers and their states for one pool and model: `run_ahead.DeviceSampling`."""
-
-    block_size: int
-    vocab_size: int
-    device: torch.device
-
-    def state(self, num_seqs: int, table_width: int, steps: int) -> DecodeState:
-        """An idle state: every row pads."""
-        return DecodeState.empty(num_seqs, table_width, steps, self.block_size, self.vocab_size, self.device)
-
-    def greedy(self, logits: Tensor, state: DecodeState, step: int) -> None:
-        """`sample_greedy`."""
-        sample_greedy(logits, state, step)
-
-    def drawn(self, logits: Tensor, state: DecodeState, step: int) -> None:
-        """`sample_drawn`."""
-        sample_drawn(logits, state, step)
 
 
 def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:

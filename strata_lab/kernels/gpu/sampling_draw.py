@@ -175,8 +175,10 @@ def _draw_kernel(
     seed_key = tl.load(seed_keys + row)
     wait(PDL)
     trigger(PDL)
-    position, slot = upcoming(positions, block_tables, max_seq_lens, row, table_width, BLOCK_SIZE)
-    chance = uniform(seed_key, tl.load(output_positions + row))
+    position, slot, seq_len, drawn = upcoming(
+        positions, seq_lens, block_tables, max_seq_lens, output_positions, row, table_width, BLOCK_SIZE
+    )
+    chance = uniform(seed_key, drawn)
     best_key = tl.load(best + row)
     count = tl.load(num_candidates + row)  # 0 for a greedy row
     token = key_ids(best_key)
@@ -204,8 +206,9 @@ def _draw_kernel(
         )
     token = tl.where(is_best(best_key), token, -2)
     advance(
-        token, position, slot, row, step, input_ids, positions, seq_lens, slot_mapping, output_positions, out_tokens
-    )
+        token, position, slot, seq_len, drawn, row, step,
+        input_ids, positions, seq_lens, slot_mapping, output_positions, out_tokens,
+    )  # fmt: skip
 
 
 def sample_drawn(logits: Tensor, state: DecodeState, step: int, config: DrawConfig | None = None) -> None:
