@@ -1,0 +1,268 @@
+"""Mixture of experts in Triton: routing, experts and the fused layer half, against float64 compositions."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from strata_lab.kernels.gpu import launch, moe
+from strata_lab.kernels.gpu.moe import moe_block_triton, moe_mlp_triton, router_topk_triton
+from strata_lab.quant import get_format
+from strata_lab.quant.base import LinearWeight
+
+FORMATS = ("fp8", "bf16", "int8", "int4")
+EXPERTS, TOP_K, EPS = 8, 2, 1e-6
+RELATIVE = 1e-5  # of the largest element of the row, float32 activations
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that a kernel forgets to write, or reads unwritten, shows."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poison(t: Tensor) -> Tensor:
+        return t.fill_(float("nan") if t.is_floating_point() else 1 << 24) if t.element_size() > 1 else t
+
+    monkeypatch.setattr(moe.torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
+    monkeypatch.setattr(moe.torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
+
+
+def _weights(name: str, hidden: int, width: int, device: torch.device, experts: int = EXPERTS) -> dict[str, Any]:
+    fmt = get_format(name)
+    return {
+        "norm_weight": (1 + 0.1 * torch.randn(hidden)).to(device),
+        "router": torch.randn(experts, hidden).to(device),
+        "gate_up": fmt.quantize(torch.randn(experts * 2 * width, hidden) / hidden**0.5).to(device),
+        "down": fmt.quantize(torch.randn(experts * hidden, width) / width**0.5).to(device),
+    }
+
+
+def _exact_route(x: Tensor, router: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """float64; a stable sort gives ties to the lower expert."""
+    probs = torch.softmax(x.double() @ router.double().t(), dim=-1)
+    ids = torch.sort(probs, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = probs.gather(1, ids)
+    return (weights / weights.sum(dim=-1, keepdim=True) if normalize else weights), ids
+
+
+def _exact_experts(x: Tensor, gate_up: LinearWeight, down: LinearWeight, weights: Tensor, ids: Tensor) -> Tensor:
+    hidden, width = x.shape[1], down.shape[1]
+    wide = get_format(gate_up.format).dequantize(gate_up).double().view(-1, 2 * width, hidden)
+    narrow = get_format(down.format).dequantize(down).double().view(-1, hidden, width)
+    gate, up = torch.einsum("tknh,th->tkn", wide[ids], x.double()).chunk(2, dim=-1)
+    y = torch.einsum("tkhw,tkw->tkh", narrow[ids], torch.nn.functional.silu(gate) * up)
+    return (y * weights.double()[..., None]).sum(dim=1)
+
+
+def _exact_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.double()
+    return wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + EPS) * weight.double()
+
+
+def _exact_block(x: Tensor, w: dict[str, Any], top_k: int = TOP_K, normalize: bool = True) -> Tensor:
+    h = _exact_norm(x, w["norm_weight"])
+    return x.double() + _exact_experts(h, w["gate_up"], w["down"], *_exact_route(h, w["router"], top_k, normalize))
+
+
+def _block(x: Tensor, w: dict[str, Any], top_k: int = TOP_K, normalize: bool = True, **rest: Any) -> Tensor:
+    return moe_block_triton(
+        x, w["norm_weight"], EPS, w["router"], w["gate_up"], w["down"], top_k=top_k, normalize=normalize, **rest
+    )
+
+
+def _assert_close(actual: Tensor, exact: Tensor, relative: float = RELATIVE) -> None:
+    assert actual.isfinite().all()
+    error = (actual.double() - exact).abs().amax(dim=-1)
+    assert (error <= relative * exact.abs().amax(dim=-1)).all(), (error / exact.abs().amax(dim=-1)).max()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 9, 16, 17, 40])
+def test_the_block_of_fp8_experts_is_the_composition_at_every_batch_size(tokens: int, device: torch.device) -> None:
+    w = _weights("fp8", 32, 16, device)
+    x = torch.randn(tokens, 32, device=device)
+    _assert_close(_block(x, w), _exact_block(x, w))
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("tokens", [1, 2, 17])
+@pytest.mark.parametrize(("hidden", "width"), [(48, 40), (96, 16)])
+def test_the_block_of_every_format_is_the_composition_at_odd_widths(
+    name: str, tokens: int, hidden: int, width: int, device: torch.device
+) -> None:
+    w = _weights(name, hidden, width, device)
+    x = torch.randn(tokens, hidden, device=device)
+    _assert_close(_block(x, w), _exact_block(x, w))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+def test_sizes_that_divide_nothing(tokens: int, device: torch.device) -> None:
+    w = _weights("fp8", 50, 21, device, experts=5)
+    x = torch.randn(tokens, 50, device=device)
+    _assert_close(_block(x, w, top_k=3), _exact_block(x, w, top_k=3))
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4"])
+@pytest.mark.parametrize("tokens", [1, 3, 33])
+def test_experts_of_given_ids(name: str, tokens: int, device: torch.device) -> None:
+    w = _weights(name, 64, 32, device)
+    x = torch.randn(tokens, 64, device=device)
+    weights = torch.rand(tokens, 3, device=device)
+    ids = torch.stack([torch.randperm(EXPERTS)[:3] for _ in range(tokens)]).to(device)
+    y = moe_mlp_triton(x, w["gate_up"], w["down"], weights, ids)
+    _assert_close(y, _exact_experts(x, w["gate_up"], w["down"], weights, ids))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize(("experts", "top_k", "normalize"), [(8, 2, True), (13, 5, False), (64, 8, True)])
+def test_router_weights_and_experts(
+    tokens: int, experts: int, top_k: int, normalize: bool, device: torch.device
+) -> None:
+    x, router = torch.randn(tokens, 40, device=device), torch.randn(experts, 40, device=device)
+    weights, ids = router_topk_triton(x, router, top_k, normalize)
+    exact_weights, exact_ids = _exact_route(x, router, top_k, normalize)
+    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int64)
+    assert torch.equal(ids, exact_ids)
+    torch.testing.assert_close(weights.double(), exact_weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 19])
+def test_equal_logits_go_to_the_lower_expert(tokens: int, device: torch.device) -> None:
+    x = torch.randint(-3, 4, (tokens, 32), device=device).float()
+    router = torch.randint(-3, 4, (4, 32), device=device).float().repeat(3, 1)  # experts e, e + 4 and e + 8 are equal
+    _, ids = router_topk_triton(x, router, 5, True)
+    assert torch.equal(ids, _exact_route(x, router, 5, True)[1])
+    _, ids = router_topk_triton(x, torch.zeros_like(router), 5, True)
+    assert torch.equal(ids, torch.arange(5, device=device).expand(tokens, 5))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("tokens", [1, 3, 19])
+def test_a_token_of_nan_is_nan_and_harms_no_other(tokens: int, device: torch.device) -> None:
+    w = _weights("fp8", 64, 32, device)
+    x = torch.randn(tokens, 64, device=device)
+    x[0] = float("nan")
+    y = _block(x, w)
+    assert y[0].isnan().all()
+    if tokens > 1:
+        _assert_close(y[1:], _exact_block(x[1:], w))
+
+
+@pytest.mark.parametrize("tokens", [7, 40])
+def test_all_tokens_may_choose_the_same_experts(tokens: int, device: torch.device) -> None:
+    w = _weights("fp8", 64, 16, device)
+    x = torch.randn(1, 64, device=device) + 1e-3 * torch.randn(tokens, 64, device=device)
+    assert _exact_route(_exact_norm(x, w["norm_weight"]), w["router"], TOP_K, True)[1].unique().numel() == TOP_K
+    _assert_close(_block(x, w), _exact_block(x, w))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 18])
+def test_weights_that_are_not_normalized(tokens: int, device: torch.device) -> None:
+    w = _weights("fp8", 64, 16, device)
+    x = torch.randn(tokens, 64, device=device)
+    _assert_close(_block(x, w, normalize=False), _exact_block(x, w, normalize=False))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 18])
+def test_calls_repeat_bit_for_bit(tokens: int, device: torch.device) -> None:
+    w = _weights("int8", 64, 16, device)
+    x = torch.randn(tokens, 64, device=device)
+    assert torch.equal(_block(x, w), _block(x, w))
+
+
+def test_a_token_computes_the_same_alone_as_among_others_without_the_fused_down(device: torch.device) -> None:
+    w = _weights("fp8", 64, 16, device)
+    config = dataclasses.replace(moe.CONFIGS["fp8"], fuse_down=False)
+    x = torch.randn(2, 64, device=device)
+    together = _block(x, w, config=config)
+    assert torch.equal(together, torch.cat([_block(row[None], w, config=config) for row in x]))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 18])
+def test_strided_rows_are_read_in_place(tokens: int, device: torch.device) -> None:
+    w = _weights("fp8", 64, 16, device)
+    wide = torch.full((tokens, 160), float("nan"), device=device)
+    wide[:, 32:96] = torch.randn(tokens, 64, device=device)
+    x = wide[:, 32:96]
+    _assert_close(_block(x, w), _exact_block(x, w))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 20])
+def test_narrow_activations_keep_their_dtype(tokens: int, device: torch.device) -> None:
+    w = _weights("fp8", 64, 32, device)
+    for dtype, relative in ((torch.float16, 4e-3), (torch.bfloat16, 4e-2)):
+        # a router that is far from a tie: rounding x must not change the experts
+        router = torch.zeros(EXPERTS, 64)
+        router[torch.arange(EXPERTS), torch.arange(EXPERTS)] = 4.0
+        x = torch.randn(tokens, 64)
+        x[:, :EXPERTS] = torch.stack([torch.randperm(EXPERTS) for _ in range(tokens)]).float() - 3.5
+        narrow = w | {"router": router.to(device, dtype), "norm_weight": torch.ones(64, dtype=dtype, device=device)}
+        y = _block(x.to(device, dtype), narrow)
+        assert y.dtype == dtype
+        _assert_close(y, _exact_block(x.to(device, dtype), narrow), relative)
+
+
+def test_fp32_weights_take_the_plain_composition(device: torch.device) -> None:
+    w = _weights("fp32", 48, 16, device)
+    x = torch.randn(3, 48, device=device)
+    _assert_close(_block(x, w), _exact_block(x, w))
+
+
+@pytest.mark.parametrize("tokens", [5, 20])
+def test_no_tokens_and_many_pairs_to_an_entry(tokens: int, device: torch.device) -> None:
+    w = _weights("fp8", 64, 16, device)
+    assert _block(torch.zeros(0, 64, device=device), w).shape == (0, 64)
+    x = torch.randn(tokens, 64, device=device)
+    config = dataclasses.replace(moe.CONFIGS["fp8"], pairs=4)
+    _assert_close(_block(x, w, config=config), _exact_block(x, w))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 64, 512])
+def test_the_reference_geometry_on_the_card(name: str, tokens: int, device: torch.device) -> None:
+    hidden, width, experts, top_k = 2560, 1024, 16, 8
+    w = _weights(name, hidden, width, device, experts)
+    x = torch.randn(tokens, hidden, device=device)
+    _assert_close(_block(x, w, top_k), _chunked_block(x, w, top_k))
+    narrow = w | {k: w[k].bfloat16() for k in ("norm_weight", "router")}
+    y = _block(x.bfloat16(), narrow, top_k)
+    same = _exact_route(_exact_norm(x.bfloat16(), narrow["norm_weight"]), narrow["router"], top_k, True)[1]
+    assert same.shape == (tokens, top_k) and y.isfinite().all()
+    assert torch.equal(y, _block(x.bfloat16(), narrow, top_k))
+
+
+def _chunked_block(x: Tensor, w: dict[str, Any], top_k: int) -> Tensor:
+    """`_exact_block` expert by expert: gathering them all in float64 would need more memory than a card has."""
+    h = _exact_norm(x, w["norm_weight"])
+    weights, ids = _exact_route(h, w["router"], top_k, True)
+    out = x.double()
+    width = w["down"].shape[1]
+    for e in range(w["router"].shape[0]):
+        share = (weights * (ids == e)).sum(dim=-1, keepdim=True)
+        wide, narrow = w["gate_up"].rows(e * 2 * width, (e + 1) * 2 * width), w["down"].rows(e * 2560, (e + 1) * 2560)
+        fmt = get_format(wide.format)
+        gate, up = (h @ fmt.dequantize(wide).double().t()).chunk(2, dim=-1)
+        out = out + share * ((torch.nn.functional.silu(gate) * up) @ fmt.dequantize(narrow).double().t())
+    return out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 40])
+def test_a_graph_replays_with_the_routing_of_new_tokens(tokens: int, device: torch.device) -> None:
+    w = _weights("fp8", 256, 128, device, 16)
+    x = torch.randn(tokens, 256, device=device)
+    _block(x, w)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = _block(x, w)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        _assert_close(y, _exact_block(x, w))
+    assert launch.num_sms(device) > 0
