@@ -1,0 +1,350 @@
+"""One decode step of attention: a token per request over its paged cache, split along the cache, in one kernel.
+
+`decode` is `paged_attention` for max_q_len 1. `decode_fused` takes the QKV product and does everything up to the output
+projection: norm and rotation of q and k, the cache write and attention, with the arithmetic of `kv_write.py`.
+
+A program takes one request, one KV head (with its whole group of query heads, so that K and V cross the bus once) and a
+run of tiles of the cache. At 512 tokens and 4 KV heads all of K and V is 512 KB: what counts is latency, not bytes.
+So a program loads its first tile, which earlier steps wrote, before it waits for the kernel that computes q; later
+tiles are loaded into registers one tile ahead. How many programs there are depends on shapes alone; how many of them
+work, and on how many tiles, on the request's length: the rest leave at once. Each leaves its maximum, sum and weighted
+values in float32, and the last one of a head to arrive adds them up in a fixed order, so that the result does not
+depend on who that was. The new token belongs to the last part: its key and value are used as stored, from registers.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strata_lab.kernels.gpu import launch
+from strata_lab.kernels.gpu.attention_tiles import LOG2E, block_ids, counters, operand
+from strata_lab.kernels.gpu.kv_write import rms_factor, rotated, stored
+
+ROWS = 16  # query heads of a group, padded to the smallest tile of tl.dot
+MAX_SPLITS = 64
+COMBINED_REGISTERS = 64  # of a thread, for partial results that are added up together
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """What may be tuned on a card.
+
+    Attributes:
+        tile: positions that a program loads at a time; a multiple of the block size or a part of it.
+        splits: programs per request and KV head.
+        num_warps: of a program.
+    """
+
+    tile: int
+    splits: int
+    num_warps: int = 4
+
+
+PROGRAMS_PER_SM = 1.0  # where the cache is long enough
+
+
+@functools.cache
+def decode_config(batch: int, kv_heads: int, max_tokens: int, wide: bool, sms: int) -> DecodeConfig:
+    """`wide`: products are in float32. The splits cover the card when the tables are full."""
+    tile = 32 if wide else 64
+    wanted = max(round(PROGRAMS_PER_SM * sms / (batch * kv_heads)), 1)
+    return DecodeConfig(tile, min(wanted, triton.cdiv(max_tokens, tile), MAX_SPLITS))
+
+
+@triton.jit
+def _load_tile(
+    k_ptr, v_ptr, ids, first, limit, block_stride, slot_stride, D: tl.constexpr, HALF_P: tl.constexpr,
+    D_P: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Both halves of K [TILE, HALF_P] and V [TILE, D_P]; zeros from position `limit` on, whatever lies there."""
+    HALF: tl.constexpr = D // 2
+    rows = tl.arange(0, TILE)[:, None]
+    at = ids.to(tl.int64) * block_stride + (first + rows) % BLOCK_SIZE * slot_stride
+    seen = first + rows < limit
+    half = tl.arange(0, HALF_P)[None, :]
+    first_half = tl.load(k_ptr + at + half, mask=seen & (half < HALF), other=0.0)
+    second_half = tl.load(k_ptr + at + half + HALF, mask=seen & (half < HALF), other=0.0)
+    cols = tl.arange(0, D_P)[None, :]
+    return first_half, second_half, tl.load(v_ptr + at + cols, mask=seen & (cols < D), other=0.0)
+
+
+@triton.jit
+def _combine(
+    acc_ptr, stats_ptr, out_ptr, active, v_scale, G: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr,
+    SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of one request and KV head, always from the first to the last. Past L1: others wrote them."""
+    ROWS_P: tl.constexpr = triton.next_power_of_2(G)
+    SPLITS_P: tl.constexpr = triton.next_power_of_2(SPLITS)
+    rows = tl.arange(0, ROWS_P)
+    cols = tl.arange(0, D_P)
+    parts = tl.arange(0, SPLITS_P)
+    stat = stats_ptr + parts[:, None] * (2 * ROWS_P) + rows[None, :]
+    there = parts[:, None] < active
+    highest = tl.load(stat, mask=there, other=float("-inf"), cache_modifier=".cg")  # [SPLITS_P, ROWS_P]
+    sums = tl.load(stat + ROWS_P, mask=there, other=0.0, cache_modifier=".cg")
+    top = tl.max(highest, axis=0)
+    total = tl.sum(sums * tl.exp2(highest - top[None, :]), axis=0)
+    acc = tl.zeros([ROWS_P, D_P], tl.float32)
+    for start in range(0, active, CHUNK):
+        part = start + tl.arange(0, CHUNK)
+        factor = tl.exp2(
+            tl.load(
+                stats_ptr + part[:, None] * (2 * ROWS_P) + rows[None, :], mask=part[:, None] < active,
+                other=float("-inf"), cache_modifier=".cg",
+            ) - top[None, :]
+        )  # fmt: skip
+        at = (part[:, None, None] * G + rows[None, :, None]) * D + cols[None, None, :]
+        inside = (part[:, None, None] < active) & (rows[None, :, None] < G) & (cols[None, None, :] < D)
+        values = tl.load(acc_ptr + at, mask=inside, other=0.0, cache_modifier=".cg")
+        acc += tl.sum(values * factor[:, :, None], axis=0)
+    out = acc * (v_scale / total)[:, None]
+    inside = (rows[:, None] < G) & (cols[None, :] < D)
+    tl.store(out_ptr + rows[:, None] * D + cols[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _attention_decode_kernel(
+    x_ptr, out_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, seq_lens_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
+    slots_ptr, acc_ptr, stats_ptr, counters_ptr, eps, scale, k_scale, v_scale, x_stride, table_stride, block_stride,
+    slot_stride, G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF_P: tl.constexpr, D_P: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, FUSED: tl.constexpr,
+    ROWS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x: q rows [B, H * D], or with FUSED rows of the QKV product. See the module."""
+    HALF: tl.constexpr = D // 2
+    ROWS_P: tl.constexpr = triton.next_power_of_2(G)
+    kv_head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if not FUSED:  # the newest key was written by the kernel just before
+        launch.wait(PDL)
+        launch.trigger(PDL)
+    seq_len = tl.load(seq_lens_ptr + request)
+    tiles = tl.cdiv(seq_len, TILE)
+    per_split = tl.cdiv(tiles, SPLITS)
+    active = tl.maximum(tl.cdiv(tiles, tl.maximum(per_split, 1)), 1)
+    if split >= active:
+        return
+    begin = split * per_split * TILE
+    end = tl.minimum(begin + per_split * TILE, seq_len)
+    is_last = split == active - 1
+    slot = -1
+    limit = end
+    if FUSED:
+        slot = tl.load(slots_ptr + request)
+        limit = tl.where(is_last & (slot >= 0), end - 1, end)
+    table = tables_ptr + request * table_stride
+    k_base, v_base = k_cache_ptr + kv_head * D, v_cache_ptr + kv_head * D
+    ids = block_ids(table, begin, limit, BLOCK_SIZE, TILE)
+    tile_first, tile_second, tile_v = _load_tile(
+        k_base, v_base, ids, begin, limit, block_stride, slot_stride, D, HALF_P, D_P, BLOCK_SIZE, TILE
+    )
+    ids = block_ids(table, begin + TILE, limit, BLOCK_SIZE, TILE)
+
+    rows = tl.arange(0, ROWS)[:, None]
+    half, col = tl.arange(0, HALF_P)[None, :], tl.arange(0, D_P)
+    within = half < HALF
+    mine = is_last & (slot >= 0)  # the new token is this program's
+    if FUSED:
+        if q_norm_ptr is not None:
+            q_weight_first = tl.load(q_norm_ptr + half, mask=within, other=0.0).to(tl.float32)
+            q_weight_second = tl.load(q_norm_ptr + HALF + half, mask=within, other=0.0).to(tl.float32)
+        if k_norm_ptr is not None:
+            k_weight_first = tl.load(k_norm_ptr + half, mask=within, other=0.0).to(tl.float32)
+            k_weight_second = tl.load(k_norm_ptr + HALF + half, mask=within, other=0.0).to(tl.float32)
+        launch.wait(PDL)
+        launch.trigger(PDL)
+    x = x_ptr + request.to(tl.int64) * x_stride
+    q_ptr = x + (kv_head * G + rows) * D + half
+    q_first = tl.load(q_ptr, mask=(rows < G) & within, other=0.0)
+    q_second = tl.load(q_ptr + HALF, mask=(rows < G) & within, other=0.0)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D_P], tl.float32)
+    to_log2 = scale * k_scale * LOG2E
+    if FUSED:
+        KV_DTYPE: tl.constexpr = k_cache_ptr.dtype.element_ty
+        X_DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+        k_ptr = x + (HKV * G + kv_head) * D + half + rows * 0  # the new key in every row: it is multiplied by all q
+        k_first = tl.load(k_ptr, mask=(rows < G) & within & mine, other=0.0).to(tl.float32)
+        k_second = tl.load(k_ptr + HALF, mask=(rows < G) & within & mine, other=0.0).to(tl.float32)
+        v_new = tl.load(x + (HKV * (G + 1) + kv_head) * D + col, mask=(col < D) & mine, other=0.0).to(tl.float32)
+        cos = tl.load(cos_ptr + request * HALF + half, mask=within, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + request * HALF + half, mask=within, other=0.0).to(tl.float32)
+        first, second = q_first.to(tl.float32), q_second.to(tl.float32)
+        if q_norm_ptr is not None:
+            q_rms = rms_factor(first, second, eps, D)
+            first, second = first * q_rms * q_weight_first, second * q_rms * q_weight_second
+        first, second = rotated(first, second, cos, sin)
+        q_first, q_second = first.to(X_DTYPE), second.to(X_DTYPE)
+        if k_norm_ptr is not None:
+            k_rms = rms_factor(k_first, k_second, eps, D)
+            k_first, k_second = k_first * k_rms * k_weight_first, k_second * k_rms * k_weight_second
+        k_first, k_second = rotated(k_first, k_second, cos, sin)
+        k_first, k_second = stored(k_first, k_scale, KV_DTYPE), stored(k_second, k_scale, KV_DTYPE)
+        v_stored = stored(v_new, v_scale, KV_DTYPE)
+        at = slot.to(tl.int64) // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride
+        tl.store(k_base + at + half + rows * 0, k_first, mask=(rows == 0) & within & mine)
+        tl.store(k_base + at + HALF + half + rows * 0, k_second, mask=(rows == 0) & within & mine)
+        tl.store(v_base + at + col, v_stored, mask=(col < D) & mine)
+        product = q_first.to(tl.float32) * k_first.to(tl.float32) + q_second.to(tl.float32) * k_second.to(tl.float32)
+        if mine:  # its own softmax is where this program begins
+            highest = tl.sum(product, axis=1) * to_log2
+            total = total + 1.0
+            acc = acc + v_stored.to(tl.float32)[None, :]
+    q_first, q_second = q_first.to(DOT), q_second.to(DOT)
+
+    for here in range(begin, limit, TILE):
+        keys_first, keys_second, values = tile_first.to(DOT), tile_second.to(DOT), tile_v.to(DOT)
+        tile_first, tile_second, tile_v = _load_tile(
+            k_base, v_base, ids, here + TILE, limit, block_stride, slot_stride, D, HALF_P, D_P, BLOCK_SIZE, TILE
+        )
+        ids = block_ids(table, here + 2 * TILE, limit, BLOCK_SIZE, TILE)
+        scores = tl.dot(q_first, tl.trans(keys_first), input_precision=PRECISION)
+        scores = tl.dot(q_second, tl.trans(keys_second), scores, input_precision=PRECISION)
+        seen = here + tl.arange(0, TILE)[None, :] < limit
+        scores = tl.where(seen, scores * to_log2, float("-inf"))  # [ROWS, TILE]
+        higher = tl.maximum(highest, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(highest - higher)
+        total = total * shrink + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(DOT), values, acc * shrink[:, None], input_precision=PRECISION)
+        highest = higher
+
+    head = request * HKV + kv_head
+    cols = col[None, :]
+    inside = (rows < G) & (cols < D)
+    out = out_ptr + head.to(tl.int64) * (G * D)
+    if active == 1:
+        share = v_scale / tl.where(total > 0, total, 1.0)  # a request of no tokens gets zeros
+        tl.store(out + rows * D + cols, (acc * share[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+    elif SPLITS > 1:
+        part = head.to(tl.int64) * SPLITS + split
+        tl.store(acc_ptr + part * (G * D) + rows * D + cols, acc, mask=inside)
+        group = tl.arange(0, ROWS)
+        tl.store(stats_ptr + part * (2 * ROWS_P) + group, highest, mask=group < ROWS_P)
+        tl.store(stats_ptr + part * (2 * ROWS_P) + ROWS_P + group, total, mask=group < ROWS_P)
+        tl.debug_barrier()  # the counter speaks for all threads
+        if tl.atomic_add(counters_ptr + head, 1, sem="acq_rel") == active - 1:
+            tl.store(counters_ptr + head, 0)
+            part = head.to(tl.int64) * SPLITS
+            _combine(
+                acc_ptr + part * (G * D), stats_ptr + part * (2 * ROWS_P), out, active, v_scale, G, D, D_P, SPLITS,
+                CHUNK,
+            )  # fmt: skip
+
+
+def _launch(
+    x: Tensor, out: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, seq_lens: Tensor, q_heads: int,
+    scale: float, k_scale: float, v_scale: float, eps: float, config: DecodeConfig | None,
+    fused: tuple[Tensor | None, ...] = (None,) * 5,
+) -> Tensor:  # fmt: skip
+    _, block_size, kv_heads, width = k_cache.shape
+    assert k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
+    batch, group, device = seq_lens.shape[0], q_heads // kv_heads, x.device
+    dot, precision = operand(x.dtype, k_cache.dtype)
+    max_tokens = tables.shape[1] * block_size
+    c = config or decode_config(batch, kv_heads, max_tokens, dot == tl.float32, launch.num_sms(device))
+    acc = stats = arrivals = None
+    if c.splits > 1:
+        parts, padded = batch * kv_heads * c.splits, triton.next_power_of_2(group)
+        acc = torch.empty(parts * group * width, dtype=torch.float32, device=device)
+        stats = torch.empty(parts * 2 * padded, dtype=torch.float32, device=device)
+        arrivals = counters(device, batch * kv_heads)
+    half_padded, padded_width = max(triton.next_power_of_2(width // 2), 16), max(triton.next_power_of_2(width), 16)
+    per_part = triton.next_power_of_2(group) * padded_width // (32 * c.num_warps)  # registers of a thread
+    chunk = min(max(COMBINED_REGISTERS // max(per_part, 1), 1), c.splits)
+    _attention_decode_kernel[(kv_heads, batch, c.splits)](
+        x, out, k_cache, v_cache, tables, seq_lens, *fused, acc, stats, arrivals, eps, scale, k_scale, v_scale,
+        x.stride(0), tables.stride(0), k_cache.stride(0), k_cache.stride(1), group, kv_heads, width, half_padded,
+        padded_width, block_size, c.tile, c.splits, 1 << (chunk.bit_length() - 1), fused[0] is not None, ROWS, dot,
+        precision, **launch.options(device, num_warps=c.num_warps, num_stages=1),
+    )  # fmt: skip
+    return out
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    config: DecodeConfig | None = None,
+) -> Tensor:
+    """`paged_attention` of q [B, H, D], one token per request."""
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    heads = q.shape[1]
+    return _launch(q, out, k_cache, v_cache, block_tables, seq_lens, heads, scale, k_scale, v_scale, 0.0, config)
+
+
+def decode_fused(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    num_q_heads: int,
+    scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    config: DecodeConfig | None = None,
+) -> Tensor:
+    """`qkv_rope_append` and attention of qkv [B, (H + 2 Hkv) * D] -> [B, H * D].
+
+    A slot that is not -1 is that of the request's last position. Tables, lengths, slots and older keys must have been
+    written before the kernel that wrote qkv.
+    """
+    out = torch.empty((qkv.shape[0], num_q_heads * k_cache.shape[3]), dtype=qkv.dtype, device=qkv.device)
+    return _launch(
+        qkv, out, k_cache, v_cache, block_tables, seq_lens, num_q_heads, scale, k_scale, v_scale, eps, config,
+        (cos, sin, q_norm_weight, k_norm_weight, slot_mapping),
+    )  # fmt: skip
+
+
+def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Decode steps of the reference geometries."""
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    for name, heads, width in (("moe", (32, 4), 128), ("dense", (32, 8), 128), ("smollm2", (9, 3), 64)):
+        for kv in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
+            for dtype in (torch.bfloat16, torch.float32):
+                batch = 1
+                cache = meta(4096, 16, heads[1], width, dtype=kv)
+                qkv, norm = meta(batch, (heads[0] + 2 * heads[1]) * width, dtype=dtype), meta(width)
+                tables, lens = meta(batch, 64, dtype=torch.int32), meta(batch, dtype=torch.int32)
+                turn, slots = meta(batch, width // 2, dtype=torch.float32), meta(batch, dtype=torch.int64)
+                config = DecodeConfig(32 if torch.float32 in (kv, dtype) else 64, 16)
+                yield (
+                    f"{name}-{dtype}-{kv}".replace("torch.", ""),
+                    partial(decode_fused, qkv, turn, turn, norm, norm, 1e-6, cache, cache, slots, tables, lens,
+                            num_q_heads=heads[0], scale=0.1, config=config),
+                )  # fmt: skip
+    cache, lens = meta(4096, 16, 4, 128), meta(8, dtype=torch.int32)
+    tables = meta(8, 64, dtype=torch.int32)
+    yield (
+        "unfused",
+        partial(decode, meta(8, 32, 128), cache, cache, tables, lens, scale=0.1, config=DecodeConfig(64, 16)),
+    )
