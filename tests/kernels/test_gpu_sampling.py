@@ -14,7 +14,8 @@ from torch import Tensor
 
 from strata_lab.kernels.gpu.decode_state import Scratch, key_ids, key_values, sort_keys, uniform
 from strata_lab.kernels.gpu.sampling import DecodeState, GreedyConfig, sample_drawn, sample_greedy
-from strata_lab.sampling_draw import HEAD, UNRESOLVED, Filters, _sort_keys, draw
+from strata_lab.kernels.gpu.sampling_draw import _weights
+from strata_lab.sampling_draw import HEAD, UNRESOLVED, WEIGHT_ONE, Filters, _sort_keys, draw, weights
 from strata_lab.sampling_random import seed_keys, uniforms
 
 INF, NAN = float("inf"), float("nan")
@@ -205,6 +206,64 @@ def test_many_seeds_draw_the_sampler_s_tokens_of_one_row(device: torch.device) -
     sample_drawn(logits, state, 0)
     assert state.out_tokens[0].tolist() == expected
     assert len(set(expected)) > 7
+
+
+def key_of(chance: float, position: int) -> int:
+    """A seed key (int64 bits) whose uniform at `position` is `chance`: splitmix64 backwards."""
+    mask = 2**64 - 1
+    x = int(chance * 2**53) << 11
+    for shift, multiplier in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):
+        y = x
+        for _ in range(64 // shift):
+            y = x ^ (y >> shift)
+        x = y * pow(multiplier, -1, 2**64) & mask
+    x = (x - (position + 1) * 0x9E3779B97F4A7C15) & mask
+    return x - 2**64 if x >= 2**63 else x
+
+
+def test_a_draw_on_the_border_of_two_tokens_takes_the_second(device: torch.device) -> None:
+    chances = [0.0, 0.25 - 2**-53, 0.25, 0.5, 0.75, 1 - 2**-53]
+    state = make_state(device, 4, len(chances))
+    state.inverse_temperature.fill_(1.0)
+    state.output_positions.fill_(6)
+    state.seed_keys.copy_(torch.tensor([key_of(chance, 6) for chance in chances]))
+    sample_drawn(torch.ones(len(chances), 4, device=device), state, 0)
+    assert state.out_tokens[0].tolist() == [0, 0, 1, 2, 3, 3]
+
+
+def test_min_p_keeps_what_is_exactly_as_likely_and_top_p_what_reaches_it(device: torch.device) -> None:
+    chances = [0.1, 0.9] * 3
+    state = make_state(device, 5, 6)
+    state.inverse_temperature.fill_(1.0)
+    state.seed_keys.copy_(torch.tensor([key_of(chance, 0) for chance in chances]))
+    state.min_p[:2] = 1.0
+    state.top_p[2:] = torch.tensor([0.5, 0.5, 0.25, 0.25], dtype=torch.float64)
+    logits = torch.zeros(6, 5, device=device)
+    logits[:, 4] = -INF
+    logits[:2, 2:] = -0.001
+    sample_drawn(logits, state, 0)
+    assert state.out_tokens[0].tolist() == [0, 1, 0, 1, 0, 0]
+
+
+@triton.jit
+def _weights_kernel(x, best, scale, out, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < n, other=0.0)
+    tl.store(out + at, _weights(value, tl.load(best), tl.load(scale)), mask=at < n)
+
+
+@pytest.mark.parametrize("largest", [3.5, INF])
+def test_weights_are_the_whole_numbers_of_the_host(device: torch.device, largest: float) -> None:
+    x = torch.cat([torch.tensor([largest, 3.5, -INF, 3.4999]), torch.randn(1000)]).clamp(max=largest).to(device)
+    scale = torch.tensor([1.7], dtype=torch.float64, device=device)
+    best = _sort_keys(x, torch.arange(len(x), device=device)).min().view(1)
+    out = torch.full((len(x),), NAN, dtype=torch.float64, device=device)
+    _weights_kernel[(1,)](x, best, scale, out, len(x), BLOCK=1024)
+    top = torch.tensor([[largest]], device=device).clamp(max=torch.finfo(torch.float32).max)
+    expected = weights(x.view(1, -1), top, scale)[0]
+    assert torch.equal(out, out.round())
+    assert (out - expected).abs().max() <= 1.0  # one part in 2^34, where exp rounds otherwise
+    assert out[0] == WEIGHT_ONE
 
 
 def test_ties_across_blocks_are_ordered_by_id(device: torch.device) -> None:
