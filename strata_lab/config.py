@@ -128,6 +128,11 @@ class Optimizations:
         "Number format of the KV cache; None takes the engine's dtype.",
         default=None, off="bf16", choices=("bf16", "fp32", "fp8"), cost="rebuild", lossless=False, optional=True,
     )  # fmt: skip
+    pd_split: bool = _toggle(
+        "Give prompts steps of their own, in bounded slices between the decode steps, so that a long prompt does not "
+        "stall running streams.",
+        default=False, off=False,
+    )  # fmt: skip
     continuous_batching: bool = _toggle(
         "Admit a new request as soon as there is room; off waits until the whole batch has finished.",
         default=True, off=False,

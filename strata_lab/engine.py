@@ -73,6 +73,7 @@ class LLMEngine:
             max_num_batched_tokens=parts.optimizations.max_num_batched_tokens,
             max_model_len=parts.max_model_len,
             admission=parts.admission,
+            prefill=parts.prefill,
             lookahead=parts.runner.lookahead,
         )
         self._loop = EngineLoop(parts, scheduler, self.model_config, self.events)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 _SHARED = {
     "continuous_batching": "New requests join the running batch at the next step; off makes them wait for all of it.",
+    "pd_split": "Decode steps alternate with bounded prompt slices: running streams wait less for a newcomer's prompt, "
+    "whose first token comes later.",
     "max_num_seqs": "More requests share one reading of the weights: total tok/s rises, tok/s per stream falls.",
     "max_num_batched_tokens": "Long prompts are sliced to this budget, so running streams stall less per step.",
     "max_model_len": "Bounds one request; the KV pool must hold at least one request of this length.",
@@ -18,9 +20,12 @@ _CPU = {
     "gpu_memory_utilization": "Share of the free main memory; the KV pool also never takes more than its CPU cap.",
 }
 _CUDA = {
-    "cuda_graph": "Decode steps replay a CUDA graph per batch size instead of launching each kernel from Python.",
-    "fused_kernels": "q/k/v and gate/up are one product each, with the same operators as the unfused step otherwise.",
-    "weight_format": "Fewer bytes per weight; products dequantize in plain torch, which costs more than it saves.",
+    "cuda_graph": "The decode step, sampling included, is a CUDA graph per batch size that feeds its own tokens back; "
+    "off launches every kernel from Python.",
+    "fused_kernels": "Norms, RoPE, cache write, SiLU, weighted sums and residuals run inside the products and attention; "
+    "off gives each a kernel of its own.",
+    "weight_format": "Decode reads every weight once per token, so half the bytes is up to twice the speed; weights are "
+    "dequantized in registers inside the products.",
     "kv_cache_dtype": "fp8 holds twice the tokens of bf16 and halves what attention reads at long context.",
     "gpu_memory_utilization": "Share of the card's memory for weights, KV pool and workspace together.",
 }

@@ -91,6 +91,10 @@ class RunAhead:
         recorder: how this device captures, and the batch sizes it captures.
         sampling: the device's sampling.
         clock: makes the events that mark the end of a step.
+        progress: called with a task and a fraction while a step is captured.
+
+    Attributes:
+        capture_bytes: device memory that the captures took.
     """
 
     lookahead = LOOKAHEAD_TOKENS
@@ -104,22 +108,25 @@ class RunAhead:
         sampling: DeviceSampling,
         *,
         clock: Callable[[], Any],
+        progress: Callable[[str, float], None] = lambda task, fraction: None,
     ) -> None:
         self.runner, self.eager, self.recorder, self.sampling = runner, eager, recorder, sampling
-        self.clock = clock
+        self.clock, self.progress = clock, progress
+        self.capture_bytes = 0
         self.block_size, self.device = runner.block_size, runner.device
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}
         self._flight: _Flight | None = None
 
-    def prepare(self, progress: Callable[[float], None]) -> None:
+    @torch.inference_mode()
+    def prepare(self) -> None:
         """Capture the greedy step of one request; others are captured when they are first needed."""
-        with torch.inference_mode():
-            self._graph(1, MIN_TABLE_WIDTH, drawn=False)
-        progress(1.0)
+        self._graph(1, MIN_TABLE_WIDTH, drawn=False)
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> StepResult:
         """Tokens of the batch, in its order; computed ahead where possible."""
+        if not batch.num_decode_tokens:  # prompts alone leave the queued steps as they are
+            return self.runner.run(batch)
         flight = self._flight
         if flight is None or not flight.units or not self._continues(flight, batch):
             flight = self._flight = self._take_off(batch.items) if self._eligible(batch) else None
@@ -279,9 +286,17 @@ class RunAhead:
                     sample(self.eager.every_row(inputs), state, step)
                 return state.out_tokens
 
+            task = f"capturing the step of {num_seqs} up to {width * self.block_size} tokens"
+            self.progress(task, 0.0)
+            before = self._free_bytes()
             replay, _ = self.recorder.record(work, self.device)
+            self.capture_bytes += max(0, before - self._free_bytes())
             self._graphs[key] = _Graph(state, steps, replay)
+            self.progress(task, 1.0)
         return self._graphs[key]
+
+    def _free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
 
     def _inputs(self, state: DecodeState) -> StepInputs:
         num_seqs = state.input_ids.shape[0]

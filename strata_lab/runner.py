@@ -143,6 +143,7 @@ class Runner:
     def __init__(self, step: Step, sampler: Sampler, block_size: int, device: torch.device) -> None:
         self.step, self.sampler, self.block_size, self.device = step, sampler, block_size, device
 
+    capture_bytes = 0  # device memory of captures
     lookahead = 0  # tokens that it wants blocks reserved for
     max_model_len = 0  # longest request, for runners that compute ahead of the scheduler
 

@@ -14,7 +14,8 @@ When the KV pool is exhausted (reasons and proof of progress: docs/decisions/000
 4. A request is admitted when the free blocks hold all its tokens and `GROWTH_BLOCKS` more for everyone who will still
    grow, and one more each for every time it was evicted, so that it does not return only to be evicted again.
 
-5. With a `lookahead`, a step of decodes alone also gives each of them blocks for that many tokens more, while free
+5. Prompts take whatever a step of decodes leaves, or, by the `prefill` policy, turns of their own.
+6. With a `lookahead`, a step of decodes alone also gives each of them blocks for that many tokens more, while free
    blocks are plenty: what a runner needs that decodes ahead of the host.
 
 Priority decides who keeps blocks, not who is admitted: the queue is first come, first served.
@@ -26,8 +27,9 @@ from __future__ import annotations
 from bisect import bisect, insort
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from strata_lab.admission import Admission, MixedPrefill, PrefillPolicy
 from strata_lab.batch import ScheduledBatch, ScheduledRequest
 from strata_lab.block_manager import BlockManager
 from strata_lab.config import ConfigError, check_names, check_whole
@@ -48,30 +50,6 @@ _LIMITS = {
 
 class QueueFull(RequestError):
     """The waiting queue is at its bound; the request was not taken and may be sent again later."""
-
-
-class Admission(Protocol):
-    """When waiting requests may join those that run; swapped live, so that `schedule` tests no flag."""
-
-    def may_admit(self, num_running: int, budget: int) -> bool:
-        """`num_running`: requests running when the step began; `budget`: its tokens not yet given away."""
-        ...
-
-
-class ContinuousAdmission:
-    """Join as soon as the step has a token to spare."""
-
-    def may_admit(self, num_running: int, budget: int) -> bool:
-        """True while there is budget."""
-        return budget > 0
-
-
-class StaticAdmission:
-    """A new batch forms only when the last one has finished; its prompts may then take several steps."""
-
-    def may_admit(self, num_running: int, budget: int) -> bool:
-        """True when the step began with nothing running."""
-        return num_running == 0
 
 
 @dataclass(slots=True)
@@ -102,10 +80,11 @@ class Scheduler:
     max_waiting: int
     lookahead: int
     admission: Admission
+    prefill: PrefillPolicy
 
     def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int,
                  max_model_len: int, admission: Admission, max_waiting: int = MAX_WAITING,
-                 lookahead: int = 0) -> None:  # fmt: skip
+                 lookahead: int = 0, prefill: PrefillPolicy | None = None) -> None:  # fmt: skip
         self.blocks = block_manager
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -115,7 +94,7 @@ class Scheduler:
         self._last_turn = (0, -1)  # seniority of the decode that was served last
         self.configure(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
                        max_model_len=max_model_len, max_waiting=max_waiting, lookahead=lookahead,
-                       admission=admission)  # fmt: skip
+                       admission=admission, prefill=prefill or MixedPrefill())  # fmt: skip
 
     @property
     def has_work(self) -> bool:
@@ -130,7 +109,7 @@ class Scheduler:
         `ConfigError`, with nothing changed, for unknown names, bad values, and a `max_model_len` that an unfinished
         request cannot be served under.
         """
-        check_names(changes, [*_LIMITS, "admission"], "scheduler setting")
+        check_names(changes, [*_LIMITS, "admission", "prefill"], "scheduler setting")
         for name in changes.keys() & _LIMITS.keys():
             check_whole(name, changes[name], *_LIMITS[name])
         for request in self._requests.values() if "max_model_len" in changes else ():
@@ -224,20 +203,32 @@ class Scheduler:
         if len(decodes) > step.budget:  # they take turns, beginning behind the one served last
             turn = bisect(decodes, self._last_turn, key=self._rank)
             decodes = decodes[turn:] + decodes[:turn]
-        for request in decodes:
-            self._serve(request, step)
-        if num_decode_tokens := len(step.items):
-            self._last_turn = self._rank(next(reversed(step.items.values())).request)
-        for request in prefills:
-            self._serve(request, step)
-        if not step.preempted:
-            self._admit(num_running, step)
+        with_decodes, most_prefill = self.prefill.turn(bool(decodes), bool(prefills or self.waiting), step.budget)
+        if with_decodes:
+            self._serve_all(decodes, step)
+        num_decode_tokens = len(step.items)
+        if most_prefill:
+            held_back = max(0, step.budget - most_prefill)
+            step.budget -= held_back
+            self._serve_all(prefills, step)
+            if not step.preempted:
+                self._admit(num_running, step)
+            step.budget += held_back
+        if not step.items:  # a turn of prompts that found no room for any
+            self._serve_all(decodes, step)
+            num_decode_tokens = len(step.items)
+        if num_decode_tokens:
+            self._last_turn = self._rank([r for r in decodes if r.request_id in step.items][-1])
         assert step.items or not self.has_work, "a step must make progress"
         num_prefill_tokens = self.max_num_batched_tokens - step.budget - num_decode_tokens
         if self.lookahead and not num_prefill_tokens:
             for item in step.items.values():
                 self._reserve(item)
         return ScheduledBatch(list(step.items.values()), step.preempted, num_decode_tokens, num_prefill_tokens)
+
+    def _serve_all(self, requests: list[Request], step: _Step) -> None:
+        for request in requests:
+            self._serve(request, step)
 
     def _serve(self, request: Request, step: _Step) -> None:
         """Give a running request a place in the step, with the tokens that it wants and budget and pool allow."""
@@ -259,7 +250,7 @@ class Scheduler:
         step.budget -= num_tokens
 
     def _reserve(self, item: ScheduledRequest) -> None:
-        """Rule 5. Blocks that are short in supply are left alone; without them the runner does not run ahead."""
+        """Rule 6. Blocks that are short in supply are left alone; without them the runner does not run ahead."""
         most = most_slots(item.request, self.max_model_len)
         wanted = min(item.start + item.num_tokens + self.lookahead, most)
         missing = self.blocks.blocks_for(wanted) - len(item.block_table)

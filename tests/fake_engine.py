@@ -37,6 +37,7 @@ class FakeStats:
     kv_blocks_total: int = 512
     weight_bytes: int = 84_000_000
     kv_bytes: int = 512_000_000
+    capture_bytes: int = 0
     bytes_per_step: int = 80_000_000
     kv_bytes_per_token: int = 23_040
     num_output_tokens: int = 0

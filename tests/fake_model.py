@@ -11,10 +11,11 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
+from strata_lab.admission import ContinuousAdmission
 from strata_lab.batch import ScheduledBatch
 from strata_lab.block_manager import BlockManager
 from strata_lab.request import Request, SamplingParams
-from strata_lab.scheduler import ContinuousAdmission, Scheduler
+from strata_lab.scheduler import Scheduler
 
 POISON = -1
 

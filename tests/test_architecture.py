@@ -43,6 +43,8 @@ TOGGLE_READS = {
 # Files that may write to standard output, beside cli.py -> why.
 PRINTERS: dict[str, str] = {
     "strata_lab/bench/kernels_cpu.py": "a command of its own; the table is its output",
+    "strata_lab/bench/evidence.py": "a command of its own; a line per cell, as soon as it is measured",
+    "strata_lab/kernels/gpu/aot.py": "a command of its own; the table is its output",
 }
 # Files that may touch the environment -> why.
 ENVIRONMENT_USERS: dict[str, str] = {

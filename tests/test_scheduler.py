@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from strata_lab.admission import SplitPrefill, StaticAdmission
 from strata_lab.request import RequestError, RequestState
-from strata_lab.scheduler import MAX_WAITING, QueueFull, StaticAdmission
+from strata_lab.scheduler import MAX_WAITING, QueueFull
 from tests.fake_model import exhausted, make, names, request, slices, undisturbed
 
 # -- one request ------------------------------------------------------------------------------------------------------
@@ -269,3 +270,38 @@ def test_a_step_of_64_decodes_is_scheduled_in_well_under_a_millisecond() -> None
     assert batch.is_decode_only
     assert len(batch.items) == 64
     assert best < 1e-3  # seconds; about 0.1 ms on an idle core
+
+
+def test_split_prefill_bounds_how_many_prompt_tokens_come_between_two_tokens_of_a_stream() -> None:
+    scheduler, model = make(num_blocks=64, prefill=SplitPrefill(6), max_num_batched_tokens=40)
+    scheduler.add(request("stream", 4, max_tokens=40))
+    model.step()
+    scheduler.add(request("long", 30, max_tokens=2))
+    kinds = [(b.num_decode_tokens, b.num_prefill_tokens) for b in (model.step() for _ in range(11))]
+    assert kinds == [(1, 0), (0, 6)] * 5 + [(2, 0)]
+
+
+def test_split_prefill_gives_prompts_the_whole_budget_while_nobody_decodes() -> None:
+    scheduler, model = make(num_blocks=64, prefill=SplitPrefill(6), max_num_batched_tokens=40)
+    scheduler.add(request("long", 30, max_tokens=2))
+    assert model.step().num_prefill_tokens == 30
+
+
+def test_lookahead_reserves_blocks_for_decodes_and_never_more_than_a_request_can_fill() -> None:
+    scheduler, model = make(num_blocks=64, lookahead=20)
+    scheduler.add(request("short", 4, max_tokens=3))
+    scheduler.add(request("long", 4, max_tokens=100))
+    model.step()
+    model.step()
+    size = scheduler.blocks.block_size
+    assert len(scheduler.blocks.table("short")) == scheduler.blocks.blocks_for(4 + 3 - 1)
+    assert len(scheduler.blocks.table("long")) == scheduler.blocks.blocks_for(5 + 20)
+    assert size < 20
+
+
+def test_lookahead_takes_no_block_when_few_are_free() -> None:
+    scheduler, model = make(num_blocks=4, lookahead=20)
+    scheduler.add(request("only", 4, max_tokens=12))
+    model.step()
+    model.step()
+    assert len(scheduler.blocks.table("only")) == scheduler.blocks.blocks_for(5)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 import strata_lab.scheduler as scheduler_module
+from strata_lab.admission import StaticAdmission
 from strata_lab.request import Request, RequestState
-from strata_lab.scheduler import GROWTH_BLOCKS, Scheduler, StaticAdmission
+from strata_lab.scheduler import GROWTH_BLOCKS, Scheduler
 from tests.fake_model import FakeModel, exhausted, make, names, request, slices, undisturbed
 
 

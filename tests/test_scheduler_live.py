@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from strata_lab.admission import ContinuousAdmission, StaticAdmission
 from strata_lab.block_manager import BlockManager
 from strata_lab.config import ConfigError
-from strata_lab.scheduler import ContinuousAdmission, StaticAdmission
 from tests.fake_model import make, names, request, undisturbed
 
 # -- settings ---------------------------------------------------------------------------------------------------------

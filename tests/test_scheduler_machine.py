@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import strata_lab.scheduler as scheduler_module
+from strata_lab.admission import ContinuousAdmission, MixedPrefill, SplitPrefill, StaticAdmission
 from strata_lab.block_manager import BlockManager
 from strata_lab.request import Request, RequestError, RequestState
-from strata_lab.scheduler import ContinuousAdmission, StaticAdmission
 from tests.fake_model import make, names, request, undisturbed
 
 
@@ -57,6 +57,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert most_senior not in batch.preempted
             if (static and running_before) or batch.preempted:
                 assert len(self.scheduler.running) == running_before - len(batch.preempted)
+            if isinstance(self.scheduler.prefill, SplitPrefill):
+                assert not (batch.num_decode_tokens and batch.num_prefill_tokens)
             for item in batch.items:
                 assert item.start == item.request.num_computed_tokens
                 assert len(item.block_table) * 3 >= item.start + item.num_tokens > item.start
@@ -82,9 +84,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         seats=st.integers(1, 6),
         budget=st.integers(1, 20),
         admission=st.sampled_from([ContinuousAdmission, StaticAdmission]),
+        prefill=st.sampled_from([MixedPrefill(), SplitPrefill(3), SplitPrefill(7, decode_steps=3)]),
+        lookahead=st.integers(0, 9),
     )
-    def configure(self, seats: int, budget: int, admission: type[Any]) -> None:
-        self.scheduler.configure(max_num_seqs=seats, max_num_batched_tokens=budget, admission=admission())
+    def configure(self, seats: int, budget: int, admission: type[Any], prefill: Any, lookahead: int) -> None:
+        self.scheduler.configure(
+            max_num_seqs=seats, max_num_batched_tokens=budget, admission=admission(), prefill=prefill,
+            lookahead=lookahead,
+        )  # fmt: skip
 
     @rule(num_blocks=st.integers(4, 16))
     def replace_pool(self, num_blocks: int) -> None:

@@ -31,7 +31,7 @@ ORDER: tuple[tuple[str, Any], ...] = (
     ("weight_format", "int4"), ("kv_cache_dtype", "fp8"),
 )  # fmt: skip
 GPU_ONLY = {("weight_format", "fp8")}  # no CPU multiplies by 8-bit floats
-NEEDS_SEVERAL = {"continuous_batching"}  # says nothing with one stream
+NEEDS_SEVERAL = {"pd_split", "continuous_batching"}  # says nothing with one stream
 WARM_UP_TOKENS = 4
 MIN_TOKENS = 8
 QUIET_LIMIT_S = 5.0  # how long a stage waits for other programs to end; a desktop is never quite still

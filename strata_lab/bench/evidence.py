@@ -32,7 +32,13 @@ SLACK_TOKENS = 1024  # room behind the context for what is generated
 
 
 def cells(
-    model: str, weight_format: str, kv_format: str, batches: Sequence[int], contexts: Sequence[int], runs: int
+    model: str,
+    weight_format: str,
+    kv_format: str,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    prompts: Sequence[int],
+    runs: int,
 ) -> Iterator[Record]:
     """Measure one model in one format; a record per (batch, context) as soon as it is there."""
     import torch
@@ -41,13 +47,14 @@ def cells(
 
     environment, bandwidth = Environment.now("cuda"), ceiling("cuda")
     torch.cuda.reset_peak_memory_stats()
-    length = max(*contexts, max(TTFT_PROMPTS)) + SLACK_TOKENS
+    length = max(*contexts, *prompts, 0) + SLACK_TOKENS
     with LLMEngine(
         model, device="cuda", weight_format=weight_format, kv_cache_dtype=kv_format, max_model_len=length,
         max_num_seqs=max(batches), max_num_batched_tokens=2048,
     ) as engine:  # fmt: skip
         fallbacks = [str(f) for f in engine.fallbacks]
-        yield first_tokens(engine, environment, weight_format, kv_format, runs)
+        if prompts:
+            yield first_tokens(engine, environment, prompts, runs)
         for context in contexts:
             for batch in batches:
                 yield cell(engine, environment, bandwidth.bytes_s, batch, context, runs, fallbacks)
@@ -55,15 +62,17 @@ def cells(
     torch.cuda.empty_cache()
 
 
-def first_tokens(engine: Any, environment: Environment, weight_format: str, kv_format: str, runs: int) -> Record:
+def first_tokens(engine: Any, environment: Environment, prompts: Sequence[int], runs: int) -> Record:
     """Time to first token of one request alone, by prompt length."""
     metrics: dict[str, float] = {}
-    for tokens in TTFT_PROMPTS:
+    opt = engine.optimizations
+    for tokens in prompts:
         workload = Workload("prompt", "one prompt", tokens, (4,))
         run(engine, workload)  # compiles
         metrics[f"ttft_ms_{tokens}"] = statistics.median(run(engine, workload).ttft_ms for _ in range(runs))
     conditions = {
-        "model": engine.config.model, "weight_format": weight_format, "kv_cache_dtype": kv_format, "batch": 1,
+        "model": engine.config.model, "weight_format": opt.weight_format, "kv_cache_dtype": opt.kv_cache_dtype,
+        "batch": 1, "toggles": opt.as_dict(),
     }  # fmt: skip
     return environment.record("ttft", script=SCRIPT, conditions=conditions, metrics=metrics)
 
@@ -155,6 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kv", default="fp8", choices=("bf16", "fp8"))
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--context", nargs="+", type=int, default=[512])
+    parser.add_argument(
+        "--prompts", nargs="*", type=int, default=list(TTFT_PROMPTS), help="lengths for the first token"
+    )
     parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--name", default="evidence_gpu", help="results file")
     parser.add_argument("--results", help="folder of the results file (default: docs/results)")
@@ -167,7 +179,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     records: list[Record] = []
     for model in options.model:
         for weights in options.weights:
-            for record in cells(model, weights, options.kv, options.batch, options.context, options.runs):
+            for record in cells(
+                model, weights, options.kv, options.batch, options.context, options.prompts, options.runs
+            ):
                 records.append(record)
                 print(row(record), flush=True)
                 write_results(options.name, records, options.results)  # what was measured survives an interruption
