@@ -44,7 +44,7 @@ def _inputs(name: str, t: int, n: int, k: int, parts: tuple[str, ...], device: t
 
 
 def _expected(inputs: dict[str, Any]) -> Tensor:
-    double = {k: v.double() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    double: dict[str, Any] = {k: v.double() if isinstance(v, Tensor) else v for k, v in inputs.items()}
     return linear_ref(**double | {"weight": _exact(inputs["weight"])})
 
 
@@ -96,18 +96,35 @@ def test_logits_are_float32_whatever_x_is(name: str, t: int, device: torch.devic
     inputs = _inputs(name, t, 50, 96, ("norm",), device, torch.bfloat16)
     logits = lm_head_triton(inputs["x"], inputs["weight"], inputs["norm_weight"], EPS)
     assert logits.dtype == torch.float32
-    _assert_close(logits, _expected(inputs), 1e-5 if t == 1 else 2**-8)
+    _assert_close(logits, _expected(inputs), 1e-3 if t <= gemv.MAX_ROWS else 2**-8)  # 16-bit products with 16-bit x
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4"])
 @pytest.mark.parametrize(
     "config",
-    [gemv.GemvConfig(1, 1024, 2, 1), gemv.GemvConfig(8, 128, 6, 2), gemv.GemvConfig(2, 2048, 2, 3)],
+    [gemv.GemvConfig(1, 1024, 2, 1), gemv.GemvConfig(8, 128, 6, 2), gemv.GemvConfig(2, 2048, 2, 3, share=True)],
     ids=str,
 )
 def test_every_cut_of_a_gemv_gives_the_product(name: str, config: gemv.GemvConfig, device: torch.device) -> None:
     inputs = _inputs(name, 2, 13, 1056, ALL, device, torch.float32)
     _assert_close(linear_triton(**inputs, config=config), _expected(inputs), TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 3e4])
+def test_narrow_products_keep_to_a_thousandth_whatever_the_range_of_x(
+    name: str, scale: float, device: torch.device
+) -> None:
+    """x with outliers a hundred times its size, as residual streams have; a row of zeros; more chunks than a chain."""
+    inputs = _inputs(name, 2, 8, 1184, (), device, torch.float32)
+    inputs["x"][0, 5::300] *= 100
+    inputs["x"][1] = 0
+    inputs["x"] = (inputs["x"] * scale).bfloat16()
+    out = torch.full((2, 8), torch.nan, device=device)
+    config = gemv.GemvConfig(8, 128, 1, 2, share=True)
+    gemv.gemv(inputs["x"], inputs["weight"], None, None, 0.0, None, False, out, config)
+    _assert_close(out[:1], _expected(inputs)[:1], 1e-3)
+    assert torch.equal(out[1], torch.zeros(8, device=device))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -1,14 +1,11 @@
-"""Products of many activation rows with a quantized weight, on tensor cores.
+"""Products of up to `MAX_ROWS` activation rows with a quantized weight, on tensor cores.
 
-`dot` (a few to `MAX_ROWS` rows): the weight is the left operand, acc[n, t] = w[n, :] @ x[t, :]^T, so its codes are
+The weight is the left operand, acc[n, t] = w[n, :] @ x[t, :]^T, so its codes are
 converted in registers and go to the tensor cores from there. Row scales, norm (a factor per column of acc), bias, gate
 and residual follow in the epilogue. Where N has too few tiles to fill the card, K is split: partial sums go to a
 workspace and the program that arrives last adds them up in their order, so the result is the same in every run.
 
-`dense` (prefill): the weight is expanded once to the dtype of x and the product left to cuBLAS.
-
-Bytes moved: `dot` the weight once per `block_t` rows of x (from the second time on from L2), `dense` the weight once
-and its expanded form twice.
+Bytes moved: the weight once per `block_t` rows of x (from the second time on from L2), x once per tile of the weight.
 """
 
 from __future__ import annotations
@@ -22,9 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from strata_lab.kernels.gpu import launch
+from strata_lab.kernels.gpu.gemv_math import codes_as_floats, e4m3_as_bf16
 from strata_lab.quant.base import LinearWeight
 
-MAX_ROWS = 128  # of x for `dot`; from there on arithmetic is what takes time, and cuBLAS is better at it
+MAX_ROWS = 128  # of x; from there on arithmetic is what takes time, and cuBLAS is better at it
 FUSED_NORM_ROWS = 16  # beyond, every program would spend more on normalizing x than one small kernel before it
 MAX_COUNTERS = 1 << 14  # output tiles of a split product
 
@@ -51,28 +49,19 @@ class DotConfig:
 
 
 @triton.jit
-def _by_group(tile, factor):
-    """[rows, columns] times or plus one value per group [rows, groups]: a pair (tile grouped, factor to match)."""
-    grouped = tl.reshape(tile, [tile.shape[0], factor.shape[1], tile.shape[1] // factor.shape[1]])
-    return grouped, factor.to(tl.float32)[:, :, None]
+def _scaled(codes, scale, low, UNIT: tl.constexpr, BASE: tl.constexpr, DOT: tl.constexpr):
+    """Codes [rows, columns], read as BASE + code / UNIT, with a scale and a minimum per group [rows, groups]."""
+    grouped = tl.reshape(codes, [codes.shape[0], scale.shape[1], codes.shape[1] // scale.shape[1]])
+    factor = scale.to(tl.float32) * UNIT
+    term = -BASE * factor
+    if low is not None:
+        term += low.to(tl.float32)
+    return tl.reshape(grouped * factor[:, :, None] + term[:, :, None], codes.shape).to(DOT)
 
 
 @triton.jit
-def _dequantized(codes, scale, low, DOT: tl.constexpr):
-    """Codes [rows, columns] -> weights in the dtype of the dot."""
-    codes = codes.to(tl.float32)
-    if scale is not None:
-        grouped, factor = _by_group(codes, scale)
-        grouped *= factor
-        if low is not None:
-            grouped += low.to(tl.float32)[:, :, None]
-        codes = tl.reshape(grouped, codes.shape)
-    return codes.to(DOT)
-
-
-@triton.jit
-def _weights(w_ptr, scale_ptr, min_ptr, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
-             GROUP: tl.constexpr, DOT: tl.constexpr):  # fmt: skip
+def weights(w_ptr, scale_ptr, min_ptr, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
+             GROUP: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
     """Columns k.. of the weight rows [block_n, 1]: (tile, None), int4 (low nibbles, high nibbles)."""
     HALVES: tl.constexpr = 2 if FORMAT == "int4" else 1
     STRIDE: tl.constexpr = (K + 31) // 32 * 16 if FORMAT == "int4" else K
@@ -89,16 +78,19 @@ def _weights(w_ptr, scale_ptr, min_ptr, rows, k, K: tl.constexpr, BLOCK_K: tl.co
         if min_ptr is not None:
             low = tl.load(min_ptr + rows * COUNT + group, mask=group < COUNT, other=0.0)
     if FORMAT == "int4":
-        return _dequantized(data & 15, scale, low, DOT), _dequantized(data >> 4, scale, low, DOT)
-    elif GROUP > 0:
-        return _dequantized(data, scale, low, DOT), None
+        codes = codes_as_floats(data, FORMAT, ASM)
+        return _scaled(codes[0], scale, low, 16.0, 1.0, DOT), _scaled(codes[1], scale, low, 16.0, 1.0, DOT)
+    elif FORMAT == "int8":
+        return _scaled(codes_as_floats(data, FORMAT, ASM)[0], scale, low, 256.0, 1.5, DOT), None
+    elif FORMAT == "fp8" and ASM and tl.bfloat16 == DOT:
+        return e4m3_as_bf16(data), None
     else:
         return data.to(DOT), None
 
 
 @triton.jit
 def _activations(ptr, rows, T, k, HALF: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, HALVES: tl.constexpr):
-    """Columns k.. of x rows [block_t, 1] as `_weights` has them; beyond T and K zeros."""
+    """Columns k.. of x rows [block_t, 1] as `weights` has them; beyond T and K zeros."""
     j = tl.arange(0, BLOCK_K // HALVES)[None, :]
     if HALVES == 2:
         j = j // 16 * 32 + j % 16 + HALF * 16
@@ -129,7 +121,8 @@ def _finished(acc, rows, cols, square, scale_ptr, bias_ptr, K: tl.constexpr, eps
 def dot_kernel(
     x_ptr, w_ptr, scale_ptr, min_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr, partial_ptr, counter_ptr, T, N, eps,
     K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, SILU: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, SILU: tl.constexpr, DOT: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j, s): output rows i*BLOCK_N.. for x rows j*BLOCK_T.., share s of the columns."""
     HALVES: tl.constexpr = 2 if FORMAT == "int4" else 1
@@ -148,9 +141,9 @@ def dot_kernel(
     square = tl.zeros([BLOCK_T], tl.float32)
     for step in range(share * SHARE, min(share * SHARE + SHARE, STEPS)):
         k = step * BLOCK_K
-        w = _weights(w_ptr, scale_ptr, min_ptr, rows, k, K, BLOCK_K, FORMAT, GROUP, DOT)
+        w = weights(w_ptr, scale_ptr, min_ptr, rows, k, K, BLOCK_K, FORMAT, GROUP, DOT, ASM)
         if SILU:
-            u = _weights(w_ptr, scale_ptr, min_ptr, rows + outputs, k, K, BLOCK_K, FORMAT, GROUP, DOT)
+            u = weights(w_ptr, scale_ptr, min_ptr, rows + outputs, k, K, BLOCK_K, FORMAT, GROUP, DOT, ASM)
         for h in tl.static_range(HALVES):
             x = _activations(x_ptr, cols[:, None], T, k, h, K, BLOCK_K, HALVES)
             if norm_ptr is not None:
@@ -210,50 +203,6 @@ def normalize_kernel(x_ptr, norm_ptr, out_ptr, eps, K: tl.constexpr, BLOCK: tl.c
     tl.store(out_ptr + row + at, y.to(out_ptr.dtype.element_ty), mask=at < K)
 
 
-@triton.jit
-def expand_kernel(w_ptr, scale_ptr, min_ptr, out_ptr, N, K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
-                  BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Program (i, j): a tile of the weight in the dtype of `out`, [N, K]."""
-    HALVES: tl.constexpr = 2 if FORMAT == "int4" else 1
-    first = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    rows = tl.minimum(first, N - 1).to(tl.int64)
-    k = tl.program_id(1) * BLOCK_K
-    w = _weights(w_ptr, scale_ptr, min_ptr, rows, k, K, BLOCK_K, FORMAT, GROUP, tl.float32)
-    launch.wait(PDL)  # the buffer may still be read by the kernel before
-    launch.trigger(PDL)
-    for h in tl.static_range(HALVES):
-        y = w[h]
-        if GROUP == 0 and scale_ptr is not None:
-            y *= tl.load(scale_ptr + rows)
-        j = tl.arange(0, BLOCK_K // HALVES)[None, :]
-        if HALVES == 2:
-            j = j // 16 * 32 + j % 16 + h * 16
-        tl.store(out_ptr + rows * K + k + j, y.to(out_ptr.dtype.element_ty), mask=(first < N) & (k + j < K))
-
-
-@triton.jit
-def epilogue_kernel(y_ptr, bias_ptr, residual_ptr, out_ptr, N, SILU: tl.constexpr, BLOCK: tl.constexpr,
-                    PDL: tl.constexpr):  # fmt: skip
-    """Program (t, j): columns j*BLOCK.. of row t of a product y [T, N]."""
-    launch.wait(PDL)
-    launch.trigger(PDL)
-    outputs = N // 2 if SILU else N
-    t = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < outputs
-    y = tl.load(y_ptr + t * N + at, mask=mask, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if SILU:
-        up = tl.load(y_ptr + t * N + outputs + at, mask=mask, other=0.0).to(tl.float32)
-        if bias_ptr is not None:
-            up += tl.load(bias_ptr + outputs + at, mask=mask, other=0.0).to(tl.float32)
-        y = y / (1.0 + tl.exp(-y)) * up
-    if residual_ptr is not None:
-        y += tl.load(residual_ptr + t * outputs + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + t * outputs + at, y.to(out_ptr.dtype.element_ty), mask=mask)
-
-
 def default_config(weight: LinearWeight, t: int, dtype: torch.dtype, silu_mul: bool, sms: int) -> DotConfig:
     """Tiles for `t` rows of x. Tunable: every valid configuration is right."""
     n, k = weight.shape
@@ -292,33 +241,9 @@ def dot(
     dot_kernel[(*tiles, c.split)](
         x, weight.data, weight.scales, weight.mins, bias, norm_weight, residual, out, partial, counters, t, n, norm_eps,
         K=k, FORMAT=weight.format, GROUP=weight.group_size, BLOCK_N=c.block_n, BLOCK_T=c.block_t, BLOCK_K=c.block_k,
-        SPLIT=c.split, SILU=silu_mul, DOT=launch.dot_dtype(x.dtype),
+        SPLIT=c.split, SILU=silu_mul, DOT=launch.dot_dtype(x.dtype), ASM=not launch.INTERPRETED,
         **launch.options(x.device, num_warps=c.num_warps, num_stages=c.num_stages),
     )  # fmt: skip
-
-
-def dense(
-    x: Tensor,
-    weight: LinearWeight,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_eps: float,
-    residual: Tensor | None,
-    silu_mul: bool,
-    out: Tensor,
-) -> None:
-    """As `dot`, by way of the expanded weight."""
-    if norm_weight is not None:
-        x = normalized(x, norm_weight, norm_eps)
-    w = expanded(weight, x.dtype)
-    if bias is None and residual is None and not silu_mul and out.dtype == x.dtype:
-        torch.mm(x, w.T, out=out)
-        return
-    y = torch.mm(x, w.T, out_dtype=out.dtype) if x.is_cuda and x.dtype != out.dtype else torch.mm(x, w.T)
-    block = 1024
-    epilogue_kernel[(x.shape[0], -(-out.shape[1] // block))](
-        y, bias, residual, out, weight.shape[0], SILU=silu_mul, BLOCK=block, **launch.options(x.device)
-    )
 
 
 def normalized(x: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
@@ -328,20 +253,6 @@ def normalized(x: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
     normalize_kernel[(x.shape[0],)](
         x, norm_weight, out, eps, K=k, BLOCK=triton.next_power_of_2(k), **launch.options(x.device, num_warps=8)
     )
-    return out
-
-
-def expanded(weight: LinearWeight, dtype: torch.dtype) -> Tensor:
-    """The weight [N, K] in a float dtype."""
-    if weight.data.dtype == dtype:
-        return weight.data
-    n, k = weight.shape
-    out = torch.empty(n, k, dtype=dtype, device=weight.data.device)
-    block_n, block_k = 16, 256
-    expand_kernel[(-(-n // block_n), -(-k // block_k))](
-        weight.data, weight.scales, weight.mins, out, n, K=k, FORMAT=weight.format, GROUP=weight.group_size,
-        BLOCK_N=block_n, BLOCK_K=block_k, **launch.options(out.device),
-    )  # fmt: skip
     return out
 
 

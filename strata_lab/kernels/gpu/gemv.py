@@ -16,15 +16,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from strata_lab.kernels.gpu import launch
+from strata_lab.kernels.gpu.gemv_math import codes_as_floats, half_fma, int_dot, now, per_lane, planes, rounded
 from strata_lab.quant.base import LinearWeight
 
 LOAD_BYTES = 16  # what one thread asks for at once
 MAX_ROWS = 4  # of x; more are multiplied on tensor cores
+MAX_CHUNKS = 5  # of a row; more are spread over more threads
+LONG = 1 << 15  # outputs from which programs may be large (heads)
+MANY_WAVES = 8  # of programs per multiprocessor, from which an incomplete last one no longer matters
+REFERENCE_SMS = 132  # of an H200, for compiling ahead of time
+HALF_CHAIN = 8  # products of e4m3 codes that are added up in float16
 
 
 @dataclass(frozen=True)
@@ -36,81 +43,15 @@ class GemvConfig:
         chunk: columns of a tile, a power of two.
         pieces: tiles of rows a program owns; even for a gated product (half gate, half up).
         preload: chunks requested before waiting for the previous kernel.
+        share: prepare x once per program and hand it around in shared memory (two barriers per chunk and row of x),
+            not in every warp.
     """
 
     rows: int
     chunk: int
     pieces: int
     preload: int
-
-
-@triton.jit
-def _codes(w, FORMAT: tl.constexpr, ASM: tl.constexpr):
-    """What a weight tile's bits say: a tuple of float32 tiles (int4: the low and the high nibbles)."""
-    if FORMAT == "int8":
-        if ASM:  # byte ^ 0x80 to the top of the mantissa of 1.0
-            v = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 w, t;
-                xor.b32 w, $4, 0x80808080;
-                shl.b32 t, w, 15;
-                lop3.b32 $0, t, 0x007f8000, 0x3f800000, 0xea;
-                shl.b32 t, w, 7;
-                lop3.b32 $1, t, 0x007f8000, 0x3f800000, 0xea;
-                shr.b32 t, w, 1;
-                lop3.b32 $2, t, 0x007f8000, 0x3f800000, 0xea;
-                shr.b32 t, w, 9;
-                lop3.b32 $3, t, 0x007f8000, 0x3f800000, 0xea;
-                }""",
-                "=f,=f,=f,=f,r",
-                [w],
-                dtype=tl.float32,
-                is_pure=True,
-                pack=4,
-            )
-        else:
-            v = (w.to(tl.float32) + 128.0) / 256.0 + 1.0
-        return (v,)
-    elif FORMAT == "int4":
-        if ASM:
-            lo, hi = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 t;
-                shl.b32 t, $8, 19;
-                lop3.b32 $0, t, 0x00780000, 0x3f800000, 0xea;
-                shl.b32 t, $8, 11;
-                lop3.b32 $1, t, 0x00780000, 0x3f800000, 0xea;
-                shl.b32 t, $8, 3;
-                lop3.b32 $2, t, 0x00780000, 0x3f800000, 0xea;
-                shr.b32 t, $8, 5;
-                lop3.b32 $3, t, 0x00780000, 0x3f800000, 0xea;
-                shl.b32 t, $8, 15;
-                lop3.b32 $4, t, 0x00780000, 0x3f800000, 0xea;
-                shl.b32 t, $8, 7;
-                lop3.b32 $5, t, 0x00780000, 0x3f800000, 0xea;
-                shr.b32 t, $8, 1;
-                lop3.b32 $6, t, 0x00780000, 0x3f800000, 0xea;
-                shr.b32 t, $8, 9;
-                lop3.b32 $7, t, 0x00780000, 0x3f800000, 0xea;
-                }""",
-                "=f,=f,=f,=f,=f,=f,=f,=f,r",
-                [w],
-                dtype=(tl.float32, tl.float32),
-                is_pure=True,
-                pack=4,
-            )
-        else:
-            lo = (w & 15).to(tl.float32) / 16.0 + 1.0
-            hi = (w >> 4).to(tl.float32) / 16.0 + 1.0
-        return (lo, hi)
-    else:
-        return (w.to(tl.float32),)
-
-
-@triton.jit
-def _per_lane(tile, VEC: tl.constexpr):
-    """[rows, lanes * VEC] -> [rows, lanes]: each thread sums what it holds."""
-    return tl.sum(tl.reshape(tile, [tile.shape[0], tile.shape[1] // VEC, VEC]), axis=2)
+    share: bool = False
 
 
 @triton.jit
@@ -135,13 +76,18 @@ def _group_tile(ptr, rows, C: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.const
 
 
 @triton.jit
-def _x_tile(ptr, C: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, K: tl.constexpr,
-            HALVES: tl.constexpr):  # fmt: skip
-    """Columns of chunk C as the weight tile has them, repeated for its rows; beyond K zeros."""
-    j = tl.arange(0, CHUNK // HALVES)
+def _columns(ptr, C: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, K: tl.constexpr,
+             HALVES: tl.constexpr):  # fmt: skip
+    """Columns of chunk C of a row as the weight tile has them: [rows, columns], with ROWS 0 [columns].
+
+    Beyond K zeros.
+    """
+    at = tl.arange(0, CHUNK // HALVES)
     if HALVES == 2:
-        j = j // 16 * 32 + j % 16 + HALF * 16
-    at = C * CHUNK + tl.broadcast_to(j[None, :], [ROWS, CHUNK // HALVES])
+        at = at // 16 * 32 + at % 16 + HALF * 16
+    at += C * CHUNK
+    if ROWS > 0:
+        at = tl.broadcast_to(at[None, :], [ROWS, CHUNK // HALVES])
     if (C + 1) * CHUNK <= K:
         return tl.load(ptr + at)
     else:
@@ -153,7 +99,7 @@ def gemv_kernel(
     x_ptr, w_ptr, scale_ptr, min_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr, N, eps,
     T: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, VEC: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, PRELOAD: tl.constexpr, SILU: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    SHARE: tl.constexpr, HALF: tl.constexpr, INT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program i: `PIECES` tiles of output rows (gated: half as many, gate and up) for all T rows of x."""
     HALVES: tl.constexpr = 2 if FORMAT == "int4" else 1
@@ -164,6 +110,7 @@ def gemv_kernel(
     OUTS: tl.constexpr = PIECES // 2 if SILU else PIECES
     UNIT: tl.constexpr = 16.0 if FORMAT == "int4" else 256.0  # codes are read as 1 + code / UNIT ...
     BASE: tl.constexpr = 1.0 if FORMAT == "int4" else 1.5  # ... so that code 0 reads as this
+    PEAK: tl.constexpr = 8.0  # of x in float16: HALF products of up to 448 * PEAK stay below 65504
     outputs = N // 2 if SILU else N
 
     first = tl.program_id(0) * (OUTS * ROWS) + tl.arange(0, ROWS)[:, None]
@@ -180,15 +127,35 @@ def gemv_kernel(
                 scale += (_group_tile(scale_ptr, rows[p], c, CHUNK, LANES, K, GROUP),)
             if min_ptr is not None:
                 low += (_group_tile(min_ptr, rows[p], c, CHUNK, LANES, K, GROUP),)
+    gains = ()  # shared: in time; else they would take too many registers
+    if SHARE and norm_ptr is not None:
+        for i in tl.static_range(CHUNKS * HALVES):
+            gains += (_columns(norm_ptr, i // HALVES, i % HALVES, 0, CHUNK, K, HALVES),)
     lane0 = tl.broadcast_to(tl.arange(0, LANES)[None, :], [ROWS, LANES])
     launch.wait(PDL)
     launch.trigger(PDL)
 
-    acc, square = (), ()
+    acc, square, shared, inverse = (), (), (), ()
     for _ in tl.static_range(PIECES * T):
         acc += (tl.zeros([ROWS, LANES], tl.float32),)
-    for _ in tl.static_range(T):
-        square += (tl.zeros([ROWS, LANES], tl.float32),)
+    for t in tl.static_range(T):
+        sq = tl.zeros([CHUNK // HALVES] if SHARE else [ROWS, LANES], tl.float32)
+        if SHARE:
+            raw = ()
+            for i in tl.static_range(CHUNKS * HALVES):
+                raw += (_columns(x_ptr + t * K, i // HALVES, i % HALVES, 0, CHUNK, K, HALVES),)
+            peak = tl.zeros([CHUNK // HALVES], tl.float32)
+            for i in tl.static_range(CHUNKS * HALVES):
+                x = raw[i].to(tl.float32)
+                if norm_ptr is not None:
+                    sq += x * x
+                    x *= gains[i].to(tl.float32)
+                peak = tl.maximum(peak, tl.abs(x))
+                shared += (x,)
+            if HALF > 0:
+                inverse += (PEAK / tl.maximum(tl.max(peak), 1e-30),)
+        square += (sq,)
+    halves = ()
     for c in tl.static_range(CHUNKS):
         if c + PRELOAD < CHUNKS:
             for p in tl.static_range(PIECES):
@@ -197,45 +164,94 @@ def gemv_kernel(
                     scale += (_group_tile(scale_ptr, rows[p], c + PRELOAD, CHUNK, LANES, K, GROUP),)
                 if min_ptr is not None:
                     low += (_group_tile(min_ptr, rows[p], c + PRELOAD, CHUNK, LANES, K, GROUP),)
-        xs, sums, squares = (), (), ()
+        if norm_ptr is not None and not SHARE:
+            gains = ()
+            for h in tl.static_range(HALVES):
+                gains += (_columns(norm_ptr, c, h, ROWS, CHUNK, K, HALVES).to(tl.float32),)
+        xs, sums, squares, units = (), (), (), ()
         for t in tl.static_range(T):
             total = tl.zeros([ROWS, LANES], tl.float32)
             sq = square[t]
+            if INT:
+                x = shared[(t * CHUNKS + c) * HALVES]
+                amax = tl.max(tl.reshape(tl.abs(x), [LANES, VEC]), axis=1)
+                if HALVES == 2:
+                    x1 = shared[(t * CHUNKS + c) * HALVES + 1]
+                    amax = tl.maximum(amax, tl.max(tl.reshape(tl.abs(x1), [LANES, VEC]), axis=1))
             for h in tl.static_range(HALVES):
-                x = _x_tile(x_ptr + t * K, c, h, ROWS, CHUNK, K, HALVES).to(tl.float32)
-                if norm_ptr is not None:
-                    sq += _per_lane(x * x, VEC)
-                    x *= _x_tile(norm_ptr, c, h, ROWS, CHUNK, K, HALVES).to(tl.float32)
-                if GROUPED:
-                    total += _per_lane(x, VEC)
-                xs += (x,)
+                if SHARE:
+                    x = shared[(t * CHUNKS + c) * HALVES + h]
+                    if HALF > 0:
+                        x = (x * inverse[t]).to(tl.float16)
+                    if INT:
+                        x, unit = rounded(x, amax)
+                    x = tl.broadcast_to(x[None, :], [ROWS, CHUNK // HALVES])
+                else:
+                    x = _columns(x_ptr + t * K, c, h, ROWS, CHUNK, K, HALVES).to(tl.float32)
+                    if norm_ptr is not None:
+                        sq += per_lane(x * x, VEC)
+                        x *= gains[h]
+                if INT:
+                    xs += planes(x, ASM)
+                else:
+                    xs += (x,)
+                    if GROUPED:
+                        total += per_lane(x, VEC)
+            if INT:
+                units += (tl.broadcast_to(unit[None, :], [ROWS, LANES]),)
+                if min_ptr is not None:
+                    total = int_dot(None, xs[4 * t], xs[4 * t + 1], xs[4 * t + 2], xs[4 * t + 3], "ones", ASM)
+                    total = total.to(tl.float32)
             sums += (total,)
             squares += (sq,)
         square = squares
         new = ()
-        for p in tl.static_range(PIECES):
-            codes = _codes(w[c * PIECES + p], FORMAT, ASM)
-            if GROUPED:
-                s = scale[c * PIECES + p].to(tl.float32) * UNIT
-                base = -BASE * s
-                if min_ptr is not None:
-                    base += low[c * PIECES + p].to(tl.float32)
-            for t in tl.static_range(T):
-                part = _per_lane(codes[0] * xs[t * HALVES], VEC)
-                if HALVES == 2:
-                    part += _per_lane(codes[1] * xs[t * HALVES + 1], VEC)
+        if HALF > 0:
+            for i in tl.static_range(PIECES * T):
+                before = tl.zeros([ROWS, CHUNK], tl.float16) if c % HALF == 0 else halves[i]
+                new += (half_fma(w[c * PIECES + i // T], xs[i % T], before, ASM),)
+            halves = new
+            if c % HALF == HALF - 1 or c == CHUNKS - 1:
+                new = ()
+                for i in tl.static_range(PIECES * T):
+                    new += (now(acc[i] + per_lane(halves[i].to(tl.float32), VEC), ASM),)
+                acc = new
+        elif INT:
+            for p in tl.static_range(PIECES):
+                s = scale[c * PIECES + p].to(tl.float32)
+                for t in tl.static_range(T):
+                    x0, x1 = xs[2 * HALVES * t], xs[2 * HALVES * t + 1]
+                    x2, x3 = xs[2 * HALVES * (t + 1) - 2], xs[2 * HALVES * (t + 1) - 1]  # int8: the same again
+                    part = s * int_dot(w[c * PIECES + p], x0, x1, x2, x3, FORMAT, ASM).to(tl.float32)
+                    if min_ptr is not None:
+                        part += low[c * PIECES + p].to(tl.float32) * sums[t]
+                    new += (now(acc[p * T + t] + part * units[t], ASM),)
+            acc = new
+        else:
+            for p in tl.static_range(PIECES):
+                codes = codes_as_floats(w[c * PIECES + p], FORMAT, ASM)
                 if GROUPED:
-                    new += (acc[p * T + t] + (s * part + base * sums[t]),)
-                else:
-                    new += (acc[p * T + t] + part,)
-        acc = new
+                    s = scale[c * PIECES + p].to(tl.float32) * UNIT
+                    base = -BASE * s
+                    if min_ptr is not None:
+                        base += low[c * PIECES + p].to(tl.float32)
+                for t in tl.static_range(T):
+                    part = per_lane(codes[0] * xs[t * HALVES], VEC)
+                    if HALVES == 2:
+                        part += per_lane(codes[1] * xs[t * HALVES + 1], VEC)
+                    if GROUPED:
+                        part = s * part + base * sums[t]
+                    new += (now(acc[p * T + t] + part, ASM),)
+            acc = new
 
     for t in tl.static_range(T):
         y = ()
         for p in tl.static_range(PIECES):
             v = tl.sum(acc[p * T + t], axis=1, keep_dims=True)
+            if HALF > 0:
+                v /= inverse[t]
             if norm_ptr is not None:
-                v *= tl.rsqrt(tl.sum(square[t], axis=1, keep_dims=True) / K + eps)
+                v *= tl.rsqrt((tl.sum(square[t]) if SHARE else tl.sum(square[t], axis=1, keep_dims=True)) / K + eps)
             v = tl.broadcast_to(v, [ROWS, LANES])
             if scale_ptr is not None and not GROUPED:
                 v *= tl.load(scale_ptr + rows[p] + lane0 * 0)
@@ -253,14 +269,29 @@ def gemv_kernel(
             tl.store(out_ptr + at, v.to(out_ptr.dtype.element_ty), mask=mine)
 
 
-def default_config(weight: LinearWeight, t: int, silu_mul: bool) -> GemvConfig:
+def default_config(weight: LinearWeight, t: int, norm: bool, silu_mul: bool, sms: int) -> GemvConfig:
     """Tiles for `t` rows of x. Tunable: every valid configuration is right."""
-    k = weight.shape[1]
-    per_load = LOAD_BYTES * (2 if weight.format == "int4" else 1) // weight.data.element_size()
-    chunk = 32 * per_load
-    chunks = -(-k // chunk)
-    pieces = max(1, min(4, 20 // chunks))
-    return GemvConfig(4, chunk, max(pieces, 2) if silu_mul else pieces, min(chunks, 5))
+    n, k = weight.shape
+    outputs = n // 2 if silu_mul else n
+    columns = _columns_per_load(weight)
+    lanes = 4
+    while -(-k // (lanes * columns)) > MAX_CHUNKS:
+        lanes *= 2
+    pieces = 4 if outputs >= LONG and t == 1 else 2 if silu_mul or t <= 2 else 1
+    best, best_waste = (1, 1), float("inf")
+    for warps, count in ((8, pieces), (4, pieces), (8, 1), (4, 1)):
+        if count < (2 if silu_mul else 1):
+            continue
+        rows = max(1, warps * 32 // lanes)
+        waves = outputs / (rows * count // (2 if silu_mul else 1)) / sms
+        waste = -(-waves // 1) / waves if waves < MANY_WAVES else 1.0
+        if waste < best_waste - 0.05:  # the first is best where the card is filled alike
+            best, best_waste = (rows, count), waste
+    return GemvConfig(best[0], lanes * columns, best[1], MAX_CHUNKS, share=norm or weight.format != "bf16")
+
+
+def _columns_per_load(weight: LinearWeight) -> int:
+    return LOAD_BYTES // weight.data.element_size() * (2 if weight.format == "int4" else 1)
 
 
 def gemv(
@@ -277,15 +308,18 @@ def gemv(
     """`linear_triton` for a few contiguous rows x [T, K] into `out`, whose dtype the result is rounded to."""
     t, k = x.shape
     n = weight.shape[0]
-    config = config or default_config(weight, t, silu_mul)
+    if config is None:
+        sms = launch.num_sms(x.device) if x.is_cuda else REFERENCE_SMS
+        config = default_config(weight, t, norm_weight is not None, silu_mul, sms)
     vec = LOAD_BYTES // weight.data.element_size()
-    lanes = config.chunk // (vec * (2 if weight.format == "int4" else 1))
-    warps = max(1, config.rows * lanes // 32)
+    warps = max(1, config.rows * config.chunk // (32 * _columns_per_load(weight)))
     outs = config.rows * config.pieces // (2 if silu_mul else 1)
     grid = (-(-(n // 2 if silu_mul else n) // outs),)
+    narrow = config.share and x.dtype != torch.float32
     gemv_kernel[grid](
         x, weight.data, weight.scales, weight.mins, bias, norm_weight, residual, out, n, norm_eps,
         T=t, K=k, FORMAT=weight.format, GROUP=weight.group_size, VEC=vec,
         ROWS=config.rows, CHUNK=config.chunk, PIECES=config.pieces, PRELOAD=min(config.preload, -(-k // config.chunk)),
-        SILU=silu_mul, ASM=not launch.INTERPRETED, **launch.options(x.device, num_warps=warps),
+        SILU=silu_mul, SHARE=config.share, HALF=HALF_CHAIN if narrow and weight.format == "fp8" else 0,
+        INT=narrow and weight.group_size > 0, ASM=not launch.INTERPRETED, **launch.options(x.device, num_warps=warps),
     )  # fmt: skip

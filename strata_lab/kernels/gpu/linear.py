@@ -1,8 +1,8 @@
 """The product with a weight on a GPU: contract of `kernels/linear.py`, three ways to do it by the number of rows of x.
 
     rows <= gemv.MAX_ROWS    weight straight from memory into CUDA cores: bytes per second is all that matters (gemv.py)
-    rows <= gemm.MAX_ROWS    tensor cores, weight converted in registers (gemm.py, `dot`)
-    more                     weight expanded once, then cuBLAS (gemm.py, `dense`)
+    rows <= gemm.MAX_ROWS    tensor cores, weight converted in registers (gemm.py)
+    more                     weight expanded once, then cuBLAS (gemm_dense.py)
 
 All take bfloat16, float16 or float32 activations and accumulate in float32. With float32 activations nothing is rounded
 to less; `dot` and `dense` round scaled weights and normalized activations to a 16-bit dtype of x, as its products take.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata_lab.kernels.gpu import gemm, gemv
+from strata_lab.kernels.gpu import gemm, gemm_dense, gemv
 from strata_lab.kernels.linear import linear_ref
 from strata_lab.quant.base import LinearWeight
 
@@ -84,7 +84,7 @@ def _into(
     elif x.shape[0] <= gemm.MAX_ROWS:
         gemm.dot(*arguments)
     else:
-        gemm.dense(*arguments)
+        gemm_dense.dense(*arguments)
 
 
 _SHAPES = {  # name: (N, K, norm, gated) of the reference geometries
