@@ -126,14 +126,16 @@ class BuiltStep:
         for index in range(config.num_layers):
             for cache in (self.kv.layer(index).k, self.kv.layer(index).v):
                 cache.copy_(torch.randn(cache.shape, dtype=torch.float32, device=device))
-        order = torch.randperm(batch * blocks, dtype=torch.int32).view(batch, blocks)  # as a pool in use hands them out
+        generator = torch.Generator().manual_seed(0)
+        order = torch.randperm(batch * blocks, dtype=torch.int32, generator=generator)  # as a pool in use has them
+        order = order.view(batch, blocks)
         position = context - 1
         self.slot_mapping = (order[:, -1].long() * BLOCK_SIZE + position % BLOCK_SIZE).to(device)
         self.block_tables = order.to(device)
         self.positions = torch.full((batch,), position, device=device)
         self.seq_lens = torch.full((batch,), context, dtype=torch.int32, device=device)
         self.cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=device)
-        self.input_ids = torch.randint(config.vocab_size, (batch,)).to(device)
+        self.input_ids = torch.randint(config.vocab_size, (batch,), generator=generator).to(device)
         self.rotary = rotary_table(config, context, device)
         self.model = self._model(bind(conditions.backend))
         self.sample = self._sampler()

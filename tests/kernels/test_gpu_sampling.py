@@ -164,6 +164,17 @@ def test_rows_without_a_largest_logit_say_so_and_feed_token_0(
         assert state.seq_lens.tolist() == [2] * 6
 
 
+def test_the_first_and_the_last_of_a_program_s_logits_count(device: torch.device) -> None:
+    places = torch.tensor([0, 1023, 1024, 2047, 2048])
+    logits = torch.zeros(5, 2049, device=device)
+    logits[torch.arange(5), places] = 1.0
+    for sample in (sample_greedy, sample_drawn):
+        state = make_state(device, 2049, 5)
+        state.inverse_temperature.fill_(1e9)
+        sample(logits, state, 0)
+        assert torch.equal(state.out_tokens[0].cpu(), places)
+
+
 @pytest.mark.parametrize("chunk", [1024, 2048, 4096])
 def test_greedy_reads_rows_of_any_stride_and_nothing_between_them(device: torch.device, chunk: int) -> None:
     wide = torch.full((3, 5000), INF, device=device)
