@@ -39,7 +39,8 @@ from strata_lab.quant.base import LinearWeight
 DECODE_TOKENS = 16
 _COMPARED = 8192  # pairs of logits that a program compares at a time: 32 a thread
 _ROUTE_TOKENS = 16  # tokens of one program in the many-token routing
-_COLUMNS = {"bf16": 16, "fp8": 16, "int8": 16, "int4": 32}  # weight columns that one chunk of 16 codes covers
+_COLUMNS = {"bf16": 8, "fp8": 16, "int8": 16, "int4": 32}  # weight columns in a chunk of 16 bytes
+_WARP = 32  # chunks of a tile that one warp loads at once
 
 
 @dataclass(frozen=True)
@@ -47,23 +48,21 @@ class MoeConfig:
     """Tunable numbers; `config` of the public functions.
 
     Attributes:
-        gate_rows, gate_chunks, gate_warps: gate rows of a tile (and as many up rows), chunks side by side.
-        down_rows, down_chunks, down_warps: the same of `down`, several tokens.
-        one_rows, one_chunks, one_warps: the same of `down_one_kernel`.
+        gate_tiles, gate_warps: of a program's gate rows (and as many up rows): 1, 2 or 4 tiles of a row per warp.
+        down_tiles, down_warps: the same of `down` with several tokens.
+        one_rows, one_warps: 1 to 8 rows of a program of `down_one_kernel`; its warps share a row, 512 bytes each.
         programs_per_sm: of the expert kernels with several tokens; each loops over tiles.
         pairs: pairs of (token, slot) that use a tile together when there are several tokens.
         block_n, block_t, block_k, grouped_warps, grouped_stages: of the many-token products; block_k 32 for groups.
+        hold: load a whole tile before the first product; off, ptxas interleaves them and uses fewer registers.
         fuse_down: let one token take `down_one_kernel`; off, it computes bit for bit what it does among others.
     """
 
-    gate_rows: int = 8
-    gate_chunks: int = 32
+    gate_tiles: int = 2
     gate_warps: int = 4
-    down_rows: int = 16
-    down_chunks: int = 32
+    down_tiles: int = 4
     down_warps: int = 4
     one_rows: int = 4
-    one_chunks: int = 128
     one_warps: int = 4
     programs_per_sm: int = 8
     pairs: int = 2
@@ -72,14 +71,15 @@ class MoeConfig:
     block_k: int = 64
     grouped_warps: int = 4
     grouped_stages: int = 3
+    hold: bool = True
     fuse_down: bool = True
 
 
 CONFIGS = {
     "fp8": MoeConfig(),
-    "bf16": MoeConfig(gate_rows=4, gate_chunks=16, down_rows=8, down_chunks=16, one_rows=2),
-    "int8": MoeConfig(block_k=32),
-    "int4": MoeConfig(gate_chunks=16, down_chunks=16, one_chunks=64, block_k=32),
+    "bf16": MoeConfig(gate_tiles=1, down_tiles=2, one_rows=2),
+    "int8": MoeConfig(one_rows=2, block_k=32),
+    "int4": MoeConfig(down_tiles=2, block_k=32),
 }
 
 
@@ -124,7 +124,7 @@ def moe_block_triton(
 ) -> Tensor:  # fmt: skip
     """x + experts(rms_norm(x)) of x [T, hidden]: norm, routing, experts and residual of one layer.
 
-    Up to `DECODE_TOKENS` tokens the norm is applied in float32 inside the products and never rounded to x's dtype.
+    The norm is rounded to x's dtype, as the norm operator does it.
     """
     if gate_up.format == "fp32":
         h = rms_norm_ref(x, norm_weight, eps)
@@ -139,13 +139,12 @@ def moe_block_triton(
         logits, _ = _logits(h, None, 0.0, router)
         _select(logits, weights, ids, normalize, None)
         return step.grouped(h, weights, ids, x)
-    logits, rs = _logits(x, norm_weight, eps, router)
-    norm = (norm_weight, rs)
+    logits, step.x = _logits(x, norm_weight, eps, router)
     if step.tokens == 1 and step.config.fuse_down:
-        return step.decode("logits", weights, ids, logits=logits, norm=norm, normalize=normalize, residual=x)
+        return step.decode("logits", weights, ids, logits=logits, normalize=normalize, residual=x)
     plan = step.empty_plan()
     _select(logits, weights, ids, normalize, plan, step.config.pairs)
-    return step.decode("plan", weights, ids, plan=plan, norm=norm, residual=x)
+    return step.decode("plan", weights, ids, plan=plan, residual=x)
 
 
 class _Step:
@@ -161,6 +160,7 @@ class _Step:
         self.pairs = self.tokens * top_k
         self.format = gate_up.format
         self.config = config or CONFIGS[self.format]
+        self.chunk_codes = 8 if self.format == "bf16" else 16  # elements of `data` in 16 bytes
         # what h and y are kept in: bfloat16 loses nothing in range, float16 would
         self.inner = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
 
@@ -181,8 +181,7 @@ class _Step:
 
     def decode(
         self, source: str, weights: Tensor, ids: Tensor, *, residual: Tensor | None, logits: Tensor | None = None,
-        plan: tuple[Tensor, Tensor, Tensor] | None = None, norm: tuple[Tensor, Tensor | None] | None = None,
-        normalize: bool = True,
+        plan: tuple[Tensor, Tensor, Tensor] | None = None, normalize: bool = True,
     ) -> Tensor:  # fmt: skip
         """Few tokens. `source` as in `expert_kernel`."""
         c = self.config
@@ -192,36 +191,34 @@ class _Step:
         common = {
             "logits_ptr": logits, "experts_ptr": experts, "pairs_ptr": pairs, "count_ptr": count, "E": self.experts,
             "E_BLOCK": triton.next_power_of_2(self.experts), "TOP_K": self.top_k, "SOURCE": source,
-            "M": 1 if plan is None else c.pairs, "FORMAT": self.format,
+            "M": 1 if plan is None else c.pairs, "FORMAT": self.format, "HOLD": c.hold,
         }  # fmt: skip
-        norm_weight, rs = norm or (None, None)
-        self._products(
-            self.gate_up, self.x, h, self.width, c.gate_rows, c.gate_chunks, c.gate_warps, norm_ptr=norm_weight,
-            rs_ptr=rs, GATED=True, NORM=norm is not None, **common,
-        )  # fmt: skip
+        self._products(self.gate_up, self.x, h, self.width, c.gate_tiles, c.gate_warps, GATED=True, **common)
         if self.tokens == 1 and source != "plan":
             self._down_one(h, out, weights, ids, logits, source, normalize, residual)
             return out
         y = self.empty(self.pairs, self.hidden, dtype=torch.float32)
-        self._products(
-            self.down, h, y, self.hidden, c.down_rows, c.down_chunks, c.down_warps, norm_ptr=None, rs_ptr=None,
-            GATED=False, NORM=False, **common,
-        )  # fmt: skip
+        self._products(self.down, h, y, self.hidden, c.down_tiles, c.down_warps, GATED=False, **common)
         self._combine(y, weights, out, residual)
         return out
 
+    def _chunks(self, w: LinearWeight) -> tuple[int, int]:
+        """Chunks of 16 bytes in a row of `w`, and the power of two to round them up to."""
+        chunks = -(-w.shape[1] // _COLUMNS[self.format])
+        return chunks, triton.next_power_of_2(chunks)
+
     def _products(
-        self, w: LinearWeight, x: Tensor, out: Tensor, rows: int, tile: int, width: int, warps: int, **rest: Any
+        self, w: LinearWeight, x: Tensor, out: Tensor, rows: int, tiles: int, warps: int, **rest: Any
     ) -> None:
-        chunks = -(-w.shape[1] // _COLUMNS[w.format])
+        chunks, padded = self._chunks(w)
         single = rest["SOURCE"] != "plan"
-        grid = (self.top_k if single else self.max_entries) * -(-rows // tile)
+        grid = (self.top_k if single else self.max_entries) * -(-rows // (tiles * warps))
         if not single:
             grid = min(grid, launch.num_sms(x.device) * self.config.programs_per_sm)
         expert_kernel[(grid,)](
             x_ptr=x, data_ptr=w.data, scales_ptr=w.scales, mins_ptr=w.mins, out_ptr=out, x_stride=x.stride(0),
-            ROWS=rows, K=w.shape[1], CHUNKS=chunks, R=tile, C=min(width, triton.next_power_of_2(chunks)), **rest,
-            **launch.options(x.device, num_warps=warps),
+            ROWS=rows, K=w.shape[1], CHUNKS=chunks, Q=tiles, R=warps, C=min(_WARP, padded), WIDTH=self.chunk_codes,
+            **rest, **launch.options(x.device, num_warps=warps),
         )  # fmt: skip
 
     def _down_one(
@@ -229,14 +226,15 @@ class _Step:
         normalize: bool, residual: Tensor | None,
     ) -> None:  # fmt: skip
         w, c = self.down, self.config
-        chunks = -(-w.shape[1] // _COLUMNS[w.format])
-        span = min(c.one_chunks, triton.next_power_of_2(chunks))
+        chunks, padded = self._chunks(w)
+        span = min(c.one_warps * _WARP, padded)
         slots = triton.next_power_of_2(self.top_k)
         down_one_kernel[(-(-self.hidden // c.one_rows),)](
             residual, h, w.data, w.scales, w.mins, logits, ids, weights, out, HIDDEN=self.hidden, K=w.shape[1],
             CHUNKS=chunks, SPAN=span, E=self.experts, E_BLOCK=triton.next_power_of_2(self.experts), TOP_K=self.top_k,
-            SLOTS=slots, NORMALIZE=normalize, SOURCE=source, RESIDUAL=residual is not None, R=c.one_rows,
-            C=min(c.one_chunks, slots * span), FORMAT=w.format, **launch.options(h.device, num_warps=c.one_warps),
+            SLOTS=slots, NORMALIZE=normalize, SOURCE=source, RESIDUAL=residual is not None, HOLD=c.hold, Q=c.one_rows,
+            C=min(c.one_warps * _WARP, slots * span), WIDTH=self.chunk_codes, FORMAT=self.format,
+            **launch.options(h.device, num_warps=c.one_warps),
         )  # fmt: skip
 
     def _combine(self, y: Tensor, weights: Tensor, out: Tensor, residual: Tensor | None) -> None:
@@ -294,25 +292,25 @@ def _normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def _logits(x: Tensor, norm_weight: Tensor | None, eps: float, router: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Router logits [T, E] float32; with a norm also its factors [T]."""
+def _logits(x: Tensor, norm_weight: Tensor | None, eps: float, router: Tensor) -> tuple[Tensor, Tensor]:
+    """Router logits [T, E] float32 and what they are the logits of: x, or (few tokens only) its norm."""
     tokens, hidden = x.shape
     experts = router.shape[0]
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
     if tokens <= DECODE_TOKENS:
-        rs = None if norm_weight is None else torch.empty(tokens, dtype=torch.float32, device=x.device)
+        h = None if norm_weight is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         logits_kernel[(experts, tokens)](
-            x, norm_weight, router, logits, rs, x.stride(0), eps, HIDDEN=hidden, E=experts,
+            x, norm_weight, router, logits, h, x.stride(0), eps, HIDDEN=hidden, E=experts,
             NORM=norm_weight is not None, BLOCK=triton.next_power_of_2(hidden), **launch.options(x.device),
         )  # fmt: skip
-        return logits, rs
+        return logits, x if h is None else h
     widest = x.dtype if x.dtype == router.dtype else torch.float32
     logits_dot_kernel[(-(-tokens // _ROUTE_TOKENS),)](
         x, router, logits, tokens, x.stride(0), HIDDEN=hidden, E=experts,
         E_BLOCK=max(16, triton.next_power_of_2(experts)), BLOCK_T=_ROUTE_TOKENS, BLOCK_K=64,
         DOT=launch.dot_dtype(widest), **launch.options(x.device),
     )  # fmt: skip
-    return logits, None
+    return logits, x
 
 
 def _select(

@@ -1,7 +1,7 @@
 """Which experts a token takes, and the lists the expert kernels work from.
 
 Up to `DECODE_TOKENS` tokens: `logits_kernel` has one program per (expert, token) with its router row in registers
-before it waits, and norms the token on the fly: logit = rs * sum_k router[e, k] * g[k] * x[k]. `select_kernel`, one
+before it waits, and norms the token on the way; one of a token's programs stores the norm. `select_kernel`, one
 program, ranks each token's logits by comparing all with all (ties to the lower expert) and writes the plan of the step:
 entries of up to `M` (token, slot) pairs that share an expert, the experts ascending. A step of one token needs no plan:
 the expert kernels rank its E logits themselves with `best`, which saves a kernel on the critical path. More tokens take
@@ -18,26 +18,26 @@ from strata_lab.kernels.gpu.launch import trigger, wait
 
 @triton.jit
 def logits_kernel(
-    x_ptr, norm_ptr, router_ptr, logits_ptr, rs_ptr, x_stride, eps,
+    x_ptr, norm_ptr, router_ptr, logits_ptr, h_ptr, x_stride, eps,
     HIDDEN: tl.constexpr, E: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """logits [T, E] float32 of x [T, HIDDEN]; with NORM those of its RMS norm, whose factors go to rs [T]."""
+    """logits [T, E] float32 of x [T, HIDDEN]; with NORM those of its RMS norm, which goes to h [T, HIDDEN]."""
     expert, token = tl.program_id(0), tl.program_id(1)
     cols = tl.arange(0, BLOCK)
     inside = cols < HIDDEN
     row = tl.load(router_ptr + expert * HIDDEN + cols, mask=inside, other=0.0).to(tl.float32)
     if NORM:
-        row *= tl.load(norm_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(norm_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     wait(PDL)
     trigger(PDL)
     x = tl.load(x_ptr + token.to(tl.int64) * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    logit = tl.sum(row * x, axis=0)
-    if NORM:
-        rs = tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps)
-        logit *= rs
+    if NORM:  # rounded as the norm operator rounds, so that fused or not a token takes the same experts
+        x *= tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps) * weight
+        h = x.to(h_ptr.dtype.element_ty)
         if expert == 0:
-            tl.store(rs_ptr + token, rs)
-    tl.store(logits_ptr + token * E + expert, logit)
+            tl.store(h_ptr + token * HIDDEN + cols, h, mask=inside)
+        x = h.to(tl.float32)
+    tl.store(logits_ptr + token * E + expert, tl.sum(row * x, axis=0))
 
 
 @triton.jit
@@ -69,8 +69,9 @@ def best(logits_ptr, E: tl.constexpr, E_BLOCK: tl.constexpr, TOP_K: tl.constexpr
     e = tl.arange(0, E_BLOCK)
     logit = _finite(tl.load(logits_ptr + e, mask=e < E, other=float("-inf")))
     other = _finite(tl.load(logits_ptr + e, mask=e < E, other=float("-inf")))
-    ahead = (other[None, :] > logit[:, None]) | ((other[None, :] == logit[:, None]) & (e[None, :] < e[:, None]))
-    rank = tl.sum(ahead.to(tl.int32), axis=1)
+    # compared along the first axis, which a thread has to itself: no shuffles
+    ahead = (other[:, None] > logit[None, :]) | ((other[:, None] == logit[None, :]) & (e[:, None] < e[None, :]))
+    rank = tl.sum(ahead.to(tl.int32), axis=0)
     p = tl.exp(logit - tl.max(logit, axis=0))
     counted = tl.where(rank < TOP_K, p, 0.0) if NORMALIZE else p
     return rank, p / tl.sum(counted, axis=0)
@@ -98,11 +99,11 @@ def select_kernel(
     rank = tl.zeros((T_BLOCK, E_BLOCK), dtype=tl.int32)
     for start in range(0, E_BLOCK, J_BLOCK):  # not unrolled: all comparisons at once would spill
         j = start + tl.arange(0, J_BLOCK)
-        known = (token < T)[:, None] & (j < E)[None, :]
-        other = _finite(tl.load(logits_ptr + token[:, None] * E + j, mask=known, other=float("-inf")))[:, None, :]
-        lower = j[None, None, :] < e[None, :, None]
-        ahead = (other > logit[:, :, None]) | ((other == logit[:, :, None]) & lower)
-        rank += tl.sum(ahead.to(tl.int32), axis=2)
+        known = (token < T)[None, :] & (j < E)[:, None]
+        other = tl.load(logits_ptr + token[None, :] * E + j[:, None], mask=known, other=float("-inf"))
+        other = _finite(other)[:, :, None]  # [J, T, 1]
+        ahead = (other > logit[None, :, :]) | ((other == logit[None, :, :]) & (j[:, None, None] < e[None, None, :]))
+        rank += tl.sum(ahead.to(tl.int32), axis=0)
     chosen = (rank < TOP_K) & real
     logit = tl.where((token < T)[:, None], logit, 0.0)  # rows past the end divide by 1, not by 0
     p = tl.exp(logit - tl.max(logit, axis=1)[:, None])
