@@ -1,0 +1,103 @@
+"""The engine on Triton kernels, captured and running ahead, against plain torch operators step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from strata_lab.build import Builder
+from strata_lab.engine import LLMEngine
+from strata_lab.request import SamplingParams
+from strata_lab.run_ahead import RunAhead
+from tests.checkpoints import FAMILIES, write_checkpoint
+from tests.gpu.test_engine_gpu import prompts
+
+pytestmark = pytest.mark.gpu
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+SETTINGS = {"device": "cuda", "dtype": "float32", "max_model_len": 128, "num_kv_blocks": 128}
+
+
+def tokens(folder: Any, params: Any, **options: Any) -> list[list[int]]:
+    """Of one request alone, then of five together."""
+    with LLMEngine(folder, **SETTINGS, **options) as engine:
+        outputs = engine.generate(prompts(1), params)
+        outputs += engine.generate(prompts(5), params)
+    assert [o.error for o in outputs] == [None] * 6
+    return [list(o.token_ids) for o in outputs]
+
+
+@pytest.mark.parametrize("weight_format", ["bf16", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_64_greedy_tokens_equal_the_reference_path(
+    family: str, weight_format: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = write_checkpoint(tmp_path, family)
+    options = {"weight_format": weight_format, "kv_cache_dtype": "fp32"}
+    ours = tokens(folder, GREEDY, **options)
+    plain = tokens(folder, GREEDY, **options, fused_kernels=False, cuda_graph=False)
+    monkeypatch.setattr(Builder, "_gpu_backend", lambda self: "reference")
+    reference = tokens(folder, GREEDY, **options, fused_kernels=False, cuda_graph=False)
+    assert plain == reference
+    assert ours == reference
+
+
+def test_drawn_tokens_equal_the_hosts_sampler(tmp_path: Any) -> None:
+    folder, _ = write_checkpoint(tmp_path, "qwen3")
+    params = SamplingParams(temperature=0.8, top_p=0.95, top_k=50, max_tokens=40, seed=3, ignore_eos=True)
+    options = {"weight_format": "bf16", "kv_cache_dtype": "fp32"}
+    assert tokens(folder, params, **options) == tokens(folder, params, **options, cuda_graph=False)
+
+
+def test_steps_are_computed_ahead_and_toggling_back_captures_nothing_again(tmp_path: Any) -> None:
+    folder, _ = write_checkpoint(tmp_path, "llama")
+    with LLMEngine(folder, **SETTINGS) as engine:
+        runner = engine._loop.parts.runner
+        assert isinstance(runner, RunAhead)
+        first = engine.generate(prompts(1), GREEDY)[0].token_ids
+        captures = dict(runner._graphs)
+        assert engine.apply(cuda_graph=False).ok
+        assert engine.generate(prompts(1), GREEDY)[0].token_ids == first
+        assert engine.apply(cuda_graph=True).ok
+        assert engine._loop.parts.runner is runner
+        assert engine.generate(prompts(1), GREEDY)[0].token_ids == first
+        assert runner._graphs == captures
+        assert engine.stats().capture_bytes > 0
+
+
+def test_requests_that_come_go_and_are_aborted_while_steps_are_queued_get_their_tokens(tmp_path: Any) -> None:
+    folder, _ = write_checkpoint(tmp_path, "qwen3_moe")
+    options = {"weight_format": "bf16", "kv_cache_dtype": "fp32"}
+    lengths = (3, 60, 17, 1, 44, 30, 9, 52)
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+    with LLMEngine(folder, **SETTINGS, **options, cuda_graph=False) as engine:
+        expected = [engine.generate([p], q)[0].token_ids for p, q in zip(prompts(8), params, strict=True)]
+    with LLMEngine(folder, **SETTINGS, **options, max_num_seqs=3) as engine:
+        names = []
+        for index, (prompt, one) in enumerate(zip(prompts(8), params, strict=True)):
+            names.append(engine.add_request(prompt, one))
+            for _ in range(4):
+                engine.step()
+            if index == 4:
+                engine.abort(names[1])
+        while engine.step():
+            pass
+        got = [engine.output(name).token_ids for name in names]
+        assert engine.stats().kv_blocks_used == 0
+    assert got[1] == expected[1][: len(got[1])]
+    assert [t for i, t in enumerate(got) if i != 1] == [t for i, t in enumerate(expected) if i != 1]
+
+
+def test_what_the_engine_takes_stays_within_its_share_of_the_card(tmp_path: Any) -> None:
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    share = (total - free) / total + 0.25
+    with LLMEngine(
+        "qwen3.8-flash-dense@0.3", device="cuda", weight_format="fp8", kv_cache_dtype="fp8",
+        gpu_memory_utilization=share, max_num_seqs=1024,
+    ) as engine:  # fmt: skip
+        engine.generate(prompts(5), GREEDY)
+        free_now, _ = torch.cuda.mem_get_info()
+        assert (total - free_now) / total <= share
+        assert (total - free_now) / total >= share - 0.05, "and the pool uses what there is"
