@@ -62,7 +62,7 @@ def _scaled(codes, scale, low, UNIT: tl.constexpr, BASE: tl.constexpr, DOT: tl.c
 @triton.jit
 def weights(w_ptr, scale_ptr, min_ptr, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
              GROUP: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
-    """Columns k.. of the weight rows [block_n, 1]: (tile, None), int4 (low nibbles, high nibbles)."""
+    """Columns k.. of the weight rows [block_n, 1]: (tile,), int4 (low nibbles, high nibbles)."""
     HALVES: tl.constexpr = 2 if FORMAT == "int4" else 1
     STRIDE: tl.constexpr = (K + 31) // 32 * 16 if FORMAT == "int4" else K
     at = k // HALVES + tl.arange(0, BLOCK_K // HALVES)[None, :]
@@ -81,11 +81,11 @@ def weights(w_ptr, scale_ptr, min_ptr, rows, k, K: tl.constexpr, BLOCK_K: tl.con
         codes = codes_as_floats(data, FORMAT, ASM)
         return _scaled(codes[0], scale, low, 16.0, 1.0, DOT), _scaled(codes[1], scale, low, 16.0, 1.0, DOT)
     elif FORMAT == "int8":
-        return _scaled(codes_as_floats(data, FORMAT, ASM)[0], scale, low, 256.0, 1.5, DOT), None
+        return (_scaled(codes_as_floats(data, FORMAT, ASM)[0], scale, low, 256.0, 1.5, DOT),)
     elif FORMAT == "fp8" and ASM and tl.bfloat16 == DOT:
-        return e4m3_as_bf16(data), None
+        return (e4m3_as_bf16(data),)
     else:
-        return data.to(DOT), None
+        return (data.to(DOT),)
 
 
 @triton.jit
