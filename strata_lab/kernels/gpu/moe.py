@@ -51,7 +51,8 @@ class MoeConfig:
         gate_tiles, gate_warps: of a program's gate rows (and as many up rows): 1, 2 or 4 tiles of a row per warp.
         down_tiles, down_warps: the same of `down` with several tokens.
         one_rows, one_warps: 1 to 8 rows of a program of `down_one_kernel`; its warps share a row, 512 bytes each.
-        programs_per_sm: of the expert kernels with several tokens; each loops over tiles.
+        gate_programs, down_programs: per multiprocessor with several tokens, each looping over its share of the tiles;
+            best as many as are resident (3 and 4 by their registers on sm_90), so that all end together.
         pairs: pairs of (token, slot) that use a tile together when there are several tokens.
         block_n, block_t, block_k, grouped_warps, grouped_stages: of the many-token products; block_k 32 for groups.
         hold: load a whole tile before the first product; off, ptxas interleaves them and uses fewer registers.
@@ -64,7 +65,8 @@ class MoeConfig:
     down_warps: int = 4
     one_rows: int = 4
     one_warps: int = 4
-    programs_per_sm: int = 8
+    gate_programs: int = 3
+    down_programs: int = 4
     pairs: int = 2
     block_n: int = 64
     block_t: int = 64
@@ -154,7 +156,7 @@ class _Step:
         self, x: Tensor, gate_up: LinearWeight, down: LinearWeight, top_k: int, config: MoeConfig | None
     ) -> None:
         assert gate_up.layout == down.layout == "rows" and gate_up.format == down.format, (gate_up.format, down.format)
-        self.x, self.gate_up, self.down, self.top_k = x, gate_up, down, top_k
+        self.x, self.dtype, self.gate_up, self.down, self.top_k = x, x.dtype, gate_up, down, top_k
         self.tokens, self.hidden = x.shape
         self.experts, self.width = down.shape[0] // self.hidden, down.shape[1]
         self.pairs = self.tokens * top_k
@@ -186,19 +188,23 @@ class _Step:
         """Few tokens. `source` as in `expert_kernel`."""
         c = self.config
         h = self.empty(self.pairs, self.width, dtype=self.inner)
-        out = torch.empty_like(self.x)
+        out = self.empty(self.tokens, self.hidden, dtype=self.dtype)
         experts, pairs, count = plan or (ids, None, None)
         common = {
             "logits_ptr": logits, "experts_ptr": experts, "pairs_ptr": pairs, "count_ptr": count, "E": self.experts,
             "E_BLOCK": triton.next_power_of_2(self.experts), "TOP_K": self.top_k, "SOURCE": source,
             "M": 1 if plan is None else c.pairs, "FORMAT": self.format, "HOLD": c.hold,
         }  # fmt: skip
-        self._products(self.gate_up, self.x, h, self.width, c.gate_tiles, c.gate_warps, GATED=True, **common)
+        self._products(
+            self.gate_up, self.x, h, self.width, c.gate_tiles, c.gate_warps, c.gate_programs, GATED=True, **common
+        )  # fmt: skip
         if self.tokens == 1 and source != "plan":
             self._down_one(h, out, weights, ids, logits, source, normalize, residual)
             return out
         y = self.empty(self.pairs, self.hidden, dtype=torch.float32)
-        self._products(self.down, h, y, self.hidden, c.down_tiles, c.down_warps, GATED=False, **common)
+        self._products(
+            self.down, h, y, self.hidden, c.down_tiles, c.down_warps, c.down_programs, GATED=False, **common
+        )  # fmt: skip
         self._combine(y, weights, out, residual)
         return out
 
@@ -208,13 +214,13 @@ class _Step:
         return chunks, triton.next_power_of_2(chunks)
 
     def _products(
-        self, w: LinearWeight, x: Tensor, out: Tensor, rows: int, tiles: int, warps: int, **rest: Any
+        self, w: LinearWeight, x: Tensor, out: Tensor, rows: int, tiles: int, warps: int, programs: int, **rest: Any
     ) -> None:
         chunks, padded = self._chunks(w)
         single = rest["SOURCE"] != "plan"
         grid = (self.top_k if single else self.max_entries) * -(-rows // (tiles * warps))
         if not single:
-            grid = min(grid, launch.num_sms(x.device) * self.config.programs_per_sm)
+            grid = min(grid, launch.num_sms(x.device) * programs)
         expert_kernel[(grid,)](
             x_ptr=x, data_ptr=w.data, scales_ptr=w.scales, mins_ptr=w.mins, out_ptr=out, x_stride=x.stride(0),
             ROWS=rows, K=w.shape[1], CHUNKS=chunks, Q=tiles, R=warps, C=min(_WARP, padded), WIDTH=self.chunk_codes,
@@ -293,12 +299,12 @@ def _normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _logits(x: Tensor, norm_weight: Tensor | None, eps: float, router: Tensor) -> tuple[Tensor, Tensor]:
-    """Router logits [T, E] float32 and what they are the logits of: x, or (few tokens only) its norm."""
+    """Router logits [T, E] float32 and what they are the logits of: x, or (few tokens only) its norm in float32."""
     tokens, hidden = x.shape
     experts = router.shape[0]
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
     if tokens <= DECODE_TOKENS:
-        h = None if norm_weight is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        h = None if norm_weight is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
         logits_kernel[(experts, tokens)](
             x, norm_weight, router, logits, h, x.stride(0), eps, HIDDEN=hidden, E=experts,
             NORM=norm_weight is not None, BLOCK=triton.next_power_of_2(hidden), **launch.options(x.device),

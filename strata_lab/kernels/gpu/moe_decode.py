@@ -104,6 +104,47 @@ def _joined(ys, Q: tl.constexpr):
 
 
 @triton.jit
+def _multiply(
+    x_ptr, out_ptr, pairs_ptr, entry, x_stride, r, gates, ups,
+    ROWS: tl.constexpr, K: tl.constexpr, CHUNKS: tl.constexpr, TOP_K: tl.constexpr, SOURCE: tl.constexpr,
+    GATED: tl.constexpr, M: tl.constexpr, COUNT: tl.constexpr, Q: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    WIDTH: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Rows `r` of the first COUNT pairs of an entry, with the loaded tiles `gates` and (GATED) `ups`."""
+    pairs, sums, up_sums = (), (), ()
+    for m in tl.static_range(COUNT):
+        pairs += (entry if SOURCE != "plan" else tl.load(pairs_ptr + entry * M + m),)
+        for _q in tl.static_range(Q):
+            sums += (tl.zeros((R, C), dtype=tl.float32),)
+            up_sums += (tl.zeros((R, C), dtype=tl.float32),)
+    for c in tl.static_range(0, CHUNKS, C):
+        chunk = c + tl.arange(0, C)
+        next_sums, next_up_sums = (), ()
+        for m in tl.static_range(COUNT):
+            source = x_ptr + (pairs[m] // TOP_K if GATED else pairs[m]).to(tl.int64) * x_stride
+            x = _columns(source, pairs[m] >= 0, chunk, K, R, WIDTH, FORMAT, 0)
+            high = x
+            if FORMAT == "int4":
+                high = _columns(source, pairs[m] >= 0, chunk, K, R, WIDTH, FORMAT, 1)
+            for q in tl.static_range(Q):
+                part = _product(gates[q][0][c // C], gates[q][1][c // C], gates[q][2][c // C], x, high, FORMAT)
+                next_sums += (sums[m * Q + q] + part,)
+                if GATED:
+                    part = _product(ups[q][0][c // C], ups[q][1][c // C], ups[q][2][c // C], x, high, FORMAT)
+                    next_up_sums += (up_sums[m * Q + q] + part,)
+        sums, up_sums = next_sums, next_up_sums
+    for m in tl.static_range(COUNT):
+        ys = ()
+        for q in tl.static_range(Q):
+            y = tl.sum(sums[m * Q + q], axis=1) * gates[q][3]
+            if GATED:
+                y = y / (1.0 + tl.exp(-y)) * (tl.sum(up_sums[m * Q + q], axis=1) * ups[q][3])
+            ys += (y,)
+        out = out_ptr + pairs[m].to(tl.int64) * ROWS + r
+        tl.store(out, tl.reshape(_joined(ys, Q), (R * Q,)), mask=(r < ROWS) & (pairs[m] >= 0))
+
+
+@triton.jit
 def expert_kernel(
     x_ptr, data_ptr, scales_ptr, mins_ptr, logits_ptr, experts_ptr, pairs_ptr, count_ptr, out_ptr, x_stride,
     ROWS: tl.constexpr, K: tl.constexpr, CHUNKS: tl.constexpr, E: tl.constexpr, E_BLOCK: tl.constexpr,
@@ -130,9 +171,9 @@ def expert_kernel(
             expert = tl.load(experts_ptr + entry).to(tl.int64)
         gates, ups = (), ()
         for q in tl.static_range(Q):
-            r = (index % BLOCKS * R + tl.arange(0, R)) * Q + q
-            live = (r < ROWS)[:, None]
-            row = (expert * (2 * ROWS if GATED else ROWS) + r)[:, None]
+            own = (index % BLOCKS * R + tl.arange(0, R)) * Q + q
+            live = (own < ROWS)[:, None]
+            row = (expert * (2 * ROWS if GATED else ROWS) + own)[:, None]
             gates += (_tile(data_ptr, scales_ptr, mins_ptr, row, live, K, C, CHUNKS, WIDTH, FORMAT),)
             if GATED:
                 ups += (_tile(data_ptr, scales_ptr, mins_ptr, row + ROWS, live, K, C, CHUNKS, WIDTH, FORMAT),)
@@ -141,38 +182,23 @@ def expert_kernel(
             trigger(PDL)
         if HOLD:  # or ptxas moves each load down to its use, and the row scales to the very end
             tl.debug_barrier()
-        pairs, sums, up_sums = (), (), ()
-        for m in tl.static_range(M):
-            pairs += (entry if SOURCE != "plan" else tl.load(pairs_ptr + entry * M + m),)
-            for _q in tl.static_range(Q):
-                sums += (tl.zeros((R, C), dtype=tl.float32),)
-                up_sums += (tl.zeros((R, C), dtype=tl.float32),)
-        for c in tl.static_range(0, CHUNKS, C):
-            chunk = c + tl.arange(0, C)
-            next_sums, next_up_sums = (), ()
-            for m in tl.static_range(M):
-                source = x_ptr + (pairs[m] // TOP_K if GATED else pairs[m]).to(tl.int64) * x_stride
-                x = _columns(source, pairs[m] >= 0, chunk, K, R, WIDTH, FORMAT, 0)
-                high = x
-                if FORMAT == "int4":
-                    high = _columns(source, pairs[m] >= 0, chunk, K, R, WIDTH, FORMAT, 1)
-                for q in tl.static_range(Q):
-                    part = _product(gates[q][0][c // C], gates[q][1][c // C], gates[q][2][c // C], x, high, FORMAT)
-                    next_sums += (sums[m * Q + q] + part,)
-                    if GATED:
-                        part = _product(ups[q][0][c // C], ups[q][1][c // C], ups[q][2][c // C], x, high, FORMAT)
-                        next_up_sums += (up_sums[m * Q + q] + part,)
-            sums, up_sums = next_sums, next_up_sums
         r = index % BLOCKS * (R * Q) + tl.arange(0, R * Q)
-        for m in tl.static_range(M):
-            ys = ()
-            for q in tl.static_range(Q):
-                y = tl.sum(sums[m * Q + q], axis=1) * gates[q][3]
-                if GATED:
-                    y = y / (1.0 + tl.exp(-y)) * (tl.sum(up_sums[m * Q + q], axis=1) * ups[q][3])
-                ys += (y,)
-            out = out_ptr + pairs[m].to(tl.int64) * ROWS + r
-            tl.store(out, tl.reshape(_joined(ys, Q), (R * Q,)), mask=(r < ROWS) & (pairs[m] >= 0))
+        if FORMAT == "fp8" and M > 1:  # of other formats the two ways' conversions would be made before, and spill
+            if tl.load(pairs_ptr + entry * M + 1) < 0:  # most entries of small batches: half the arithmetic
+                _multiply(
+                    x_ptr, out_ptr, pairs_ptr, entry, x_stride, r, gates, ups,
+                    ROWS, K, CHUNKS, TOP_K, SOURCE, GATED, M, 1, Q, R, C, WIDTH, FORMAT,
+                )  # fmt: skip
+            else:
+                _multiply(
+                    x_ptr, out_ptr, pairs_ptr, entry, x_stride, r, gates, ups,
+                    ROWS, K, CHUNKS, TOP_K, SOURCE, GATED, M, M, Q, R, C, WIDTH, FORMAT,
+                )  # fmt: skip
+        else:
+            _multiply(
+                x_ptr, out_ptr, pairs_ptr, entry, x_stride, r, gates, ups,
+                ROWS, K, CHUNKS, TOP_K, SOURCE, GATED, M, M, Q, R, C, WIDTH, FORMAT,
+            )  # fmt: skip
 
 
 @triton.jit

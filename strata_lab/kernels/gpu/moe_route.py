@@ -21,7 +21,7 @@ def logits_kernel(
     x_ptr, norm_ptr, router_ptr, logits_ptr, h_ptr, x_stride, eps,
     HIDDEN: tl.constexpr, E: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """logits [T, E] float32 of x [T, HIDDEN]; with NORM those of its RMS norm, which goes to h [T, HIDDEN]."""
+    """logits [T, E] float32 of x [T, HIDDEN]; with NORM those of its RMS norm, which goes to h [T, HIDDEN] float32."""
     expert, token = tl.program_id(0), tl.program_id(1)
     cols = tl.arange(0, BLOCK)
     inside = cols < HIDDEN
@@ -33,10 +33,9 @@ def logits_kernel(
     x = tl.load(x_ptr + token.to(tl.int64) * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
     if NORM:  # rounded as the norm operator rounds, so that fused or not a token takes the same experts
         x *= tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps) * weight
-        h = x.to(h_ptr.dtype.element_ty)
-        if expert == 0:
-            tl.store(h_ptr + token * HIDDEN + cols, h, mask=inside)
-        x = h.to(tl.float32)
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+        if expert == 0:  # widened: who reads it often need not convert it each time
+            tl.store(h_ptr + token * HIDDEN + cols, x, mask=inside)
     tl.store(logits_ptr + token * E + expert, tl.sum(row * x, axis=0))
 
 
