@@ -28,6 +28,7 @@ from strata_lab.memory_forecast import workspace_nbytes
 from strata_lab.models import get_family
 from strata_lab.models.base import CausalLM, WeightReader, load_weights
 from strata_lab.models.presets import PresetCheckpoint, preset_config
+from strata_lab.prefill_lane import PrefillLane
 from strata_lab.quant.base import PANEL_ROWS, LinearWeight
 from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import EagerStep, Runner
@@ -56,6 +57,7 @@ class Parts:
     runner: Runner | RunAhead
     admission: ContinuousAdmission | StaticAdmission
     prefill: MixedPrefill | SplitPrefill
+    lane: PrefillLane | None
     max_model_len: int
 
 
@@ -210,7 +212,8 @@ class Builder:
             kv=kv,
             runner=self._runner(resolved, weights, kv),
             admission=ContinuousAdmission() if resolved.continuous_batching else StaticAdmission(),
-            prefill=SplitPrefill(SLICE_TOKENS[self.device.type]) if resolved.pd_split else MixedPrefill(),
+            prefill=self._prefill() if resolved.pd_split else MixedPrefill(),
+            lane=self._lane(resolved, weights, kv) if resolved.pd_split else None,
             max_model_len=resolved.max_model_len,
         )
 
@@ -244,12 +247,24 @@ class Builder:
             return current.kv
         return KVCache(self.model_config, blocks, self.config.block_size, resolved.kv_cache_dtype, self.device)
 
+    def _prefill(self) -> SplitPrefill:
+        """Prompts between decode steps, or on a GPU beside them, as soon as the lane is free."""
+        return SplitPrefill(SLICE_TOKENS[self.device.type], decode_steps=0 if self.device.type == "cuda" else 1)
+
+    def _lane(self, resolved: Optimizations, weights: ModelWeights, kv: KVCache) -> PrefillLane | None:
+        if self.device.type != "cuda":
+            return None
+        return PrefillLane(self._plain(self._eager(resolved, weights, kv)), self.device)
+
+    def _eager(self, resolved: Optimizations, weights: ModelWeights, kv: KVCache) -> EagerStep:
+        model = CausalLM(self.model_config, weights, bind(self.backend), self.rotary, fused=resolved.fused_kernels)
+        return EagerStep(model, kv, self.dtype)
+
     def _runner(self, resolved: Optimizations, weights: ModelWeights, kv: KVCache) -> Any:
         """The runner of a setting; kept, so that toggling back and forth captures nothing twice."""
         key = (resolved.cuda_graph, resolved.fused_kernels)
         if key not in self._runners:
-            model = CausalLM(self.model_config, weights, bind(self.backend), self.rotary, fused=resolved.fused_kernels)
-            eager = EagerStep(model, kv, self.dtype)
+            eager = self._eager(resolved, weights, kv)
             reason = self.why_not_captured() if resolved.cuda_graph else ""
             if reason and (fallback := Fallback("cuda_graph", reason)) not in self.fallbacks:
                 self.fallbacks.append(fallback)

@@ -235,6 +235,17 @@ def climb(
     prompt_tokens: Annotated[int, typer.Option(help="Prompt tokens of a run.")] = 128,
     streams: Annotated[int, typer.Option(help="Concurrent requests of the several-streams part.")] = 4,
     rounds: Annotated[int, typer.Option(help="Runs after each change; before it one more.")] = 2,
+    workload: Annotated[
+        str | None,
+        typer.Option(help="Measure an article's workload instead: A, B or C. Lengths and streams are then its own."),
+    ] = None,
+    scale: Annotated[
+        float | None,
+        typer.Option(help="Shorten that workload. Default: 1.0 on a GPU; on a CPU what it does in a few minutes."),
+    ] = None,
+    cold_starts: Annotated[
+        int | None, typer.Option(min=0, help="New engines to measure after the climb. Default: 3 for B, else 0.")
+    ] = None,
     html: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("climb.html"),
     results: Annotated[
         Path | None, typer.Option(help="Where the records go (.json). Default: beside the page.")
@@ -252,8 +263,9 @@ def climb(
     from strata_lab.bench.harness import write_results
 
     sizes = {"tokens": tokens, "prompt_tokens": prompt_tokens, "streams": streams, "rounds": rounds}
+    chosen: dict[str, Any] = sizes | given({"workload": workload, "scale": scale, "cold": cold_starts})
     with _bar() as progress:
-        records = climbing.climb(model, progress=progress, **sizes, **given(options))
+        records = climbing.climb(model, progress=progress, **chosen, **given(options))
     data = [r.as_dict() for r in records]
     path = write_results(target.stem, records, target.parent)
     html.parent.mkdir(parents=True, exist_ok=True)

@@ -22,10 +22,10 @@ _CPU = {
 _CUDA = {
     "cuda_graph": "The decode step, sampling included, is a CUDA graph per batch size that feeds its own tokens back; "
     "off launches every kernel from Python.",
-    "fused_kernels": "Norms, RoPE, cache write, SiLU, weighted sums and residuals run inside the products and attention; "
+    "fused_kernels": "Norms, RoPE, cache write, SiLU, weighted sums and residuals run inside products and attention; "
     "off gives each a kernel of its own.",
-    "weight_format": "Decode reads every weight once per token, so half the bytes is up to twice the speed; weights are "
-    "dequantized in registers inside the products.",
+    "weight_format": "Decode reads every weight once per token, so half the bytes is up to twice the speed; weights "
+    "are dequantized in registers inside the products.",
     "kv_cache_dtype": "fp8 holds twice the tokens of bf16 and halves what attention reads at long context.",
     "gpu_memory_utilization": "Share of the card's memory for weights, KV pool and workspace together.",
 }

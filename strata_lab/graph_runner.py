@@ -19,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from strata_lab.runner import EagerStep, StepInputs
 
-GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)  # few on a GPU: each graph costs memory and capture time
+# Batch sizes captured on a GPU. Small ones as they are: in a mixture of experts a row that only pads costs its experts.
+GRAPH_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 24, 32, 48, 64, 96, 128)
+HIGH_PRIORITY = -1  # of a CUDA stream; 0 is the lowest
 MIN_TABLE_WIDTH = 16  # blocks; wider tables are captured in powers of two
 
 
@@ -89,21 +91,25 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._stream: Any = None
 
     def bucket(self, num_seqs: int) -> int:
         """The next captured batch size; 0 above the largest."""
         return next((b for b in GRAPH_BATCHES if b >= num_seqs), 0)
 
     def record(self, work: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
-        """Warm up on a side stream, then capture."""
-        side = torch.cuda.Stream(device)
+        """Warm up, then capture on the same stream, whose workspaces the kernels then know.
+
+        Captured kernels keep the stream's priority: decode steps go before prompts that run beside them.
+        """
+        side = self._stream = self._stream or torch.cuda.Stream(device, priority=HIGH_PRIORITY)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             work()  # loads kernels and workspaces, which a capture may not do
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # thread_local: another thread may be building new weights meanwhile, which allocates
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             result = work()
         self._pool = self._pool or graph.pool()
         return graph.replay, result

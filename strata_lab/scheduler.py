@@ -91,6 +91,8 @@ class Scheduler:
         self.num_preemptions = self.num_recomputed_tokens = self._num_added = 0
         self._requests: dict[str, Request] = {}
         self._seniority: dict[str, tuple[int, int]] = {}  # smaller is more senior
+        self._held: set[str] = set()  # computed elsewhere right now
+        self._parting: list[str] = []  # ended while held: their blocks are still written to
         self._last_turn = (0, -1)  # seniority of the decode that was served last
         self.configure(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
                        max_model_len=max_model_len, max_waiting=max_waiting, lookahead=lookahead,
@@ -124,7 +126,7 @@ class Scheduler:
         Raises `QueueFull` at the bound of the queue, and `RequestError` for an id in use, an empty prompt and a request
         that can never be served.
         """
-        if request.request_id in self._requests:
+        if request.request_id in self._requests or request.request_id in self._held:
             raise RequestError(f"request_id={request.request_id!r} is in use; try another, or wait until it has ended")
         if request.num_tokens == 0:
             raise RequestError(f"request {request.request_id!r} has an empty prompt; try at least one token")
@@ -148,9 +150,23 @@ class Scheduler:
     def finish(self, request: Request, reason: str, error: str | None = None) -> None:
         """End a request and free its blocks."""
         (self.running if request.state is RequestState.RUNNING else self.waiting).remove(request)
-        self.blocks.free(request.request_id)
+        if request.request_id in self._held:
+            self._parting.append(request.request_id)
+        else:
+            self.blocks.free(request.request_id)
         del self._requests[request.request_id], self._seniority[request.request_id]
         request.finish(reason, error)
+
+    def hold(self, batch: ScheduledBatch) -> None:
+        """Leave the batch's requests alone, and their blocks theirs, while they are computed beside the steps."""
+        self._held.update(item.request.request_id for item in batch.items)
+
+    def release(self, batch: ScheduledBatch) -> None:
+        """The end of `hold`; blocks of requests that ended meanwhile are free now."""
+        self._held.difference_update(item.request.request_id for item in batch.items)
+        for request_id in self._parting:
+            self.blocks.free(request_id)
+        self._parting.clear()
 
     def commit(self, batch: ScheduledBatch) -> None:
         """Record that a step was computed; requests that ended or lost their blocks meanwhile are left alone."""
@@ -166,6 +182,7 @@ class Scheduler:
         """
         max_model_len = self.max_model_len if max_model_len is None else max_model_len
         check_whole("max_model_len", max_model_len, *_LIMITS["max_model_len"])
+        assert not self._held, self._held
         for request in self.running[::-1]:  # the most senior ends at the front of the queue
             self._preempt(request)
         self.blocks, self.max_model_len = block_manager, max_model_len
@@ -193,17 +210,23 @@ class Scheduler:
             f"num_kv_blocks={needed}"
         )
 
-    def schedule(self) -> ScheduledBatch:
-        """Choose the next step's tokens and give them their blocks. Empty only when there is no work."""
+    def schedule(self, decodes_only: bool = False) -> ScheduledBatch:
+        """Choose the next step's tokens and give them their blocks.
+
+        Empty only when there is no work, or with `decodes_only`, or when all of it is held.
+        """
         num_running, step = len(self.running), _Step(self.max_num_batched_tokens)
         decodes: list[Request] = []
         prefills: list[Request] = []
         for request in self.running:
-            (decodes if request.is_decoding else prefills).append(request)
+            if request.request_id not in self._held:
+                (decodes if request.is_decoding else prefills).append(request)
         if len(decodes) > step.budget:  # they take turns, beginning behind the one served last
             turn = bisect(decodes, self._last_turn, key=self._rank)
             decodes = decodes[turn:] + decodes[:turn]
-        with_decodes, most_prefill = self.prefill.turn(bool(decodes), bool(prefills or self.waiting), step.budget)
+        with_decodes, most_prefill = True, 0
+        if not decodes_only:
+            with_decodes, most_prefill = self.prefill.turn(bool(decodes), bool(prefills or self.waiting), step.budget)
         if with_decodes:
             self._serve_all(decodes, step)
         num_decode_tokens = len(step.items)
@@ -219,7 +242,7 @@ class Scheduler:
             num_decode_tokens = len(step.items)
         if num_decode_tokens:
             self._last_turn = self._rank([r for r in decodes if r.request_id in step.items][-1])
-        assert step.items or not self.has_work, "a step must make progress"
+        assert step.items or decodes_only or self._held or not self.has_work, "a step must make progress"
         num_prefill_tokens = self.max_num_batched_tokens - step.budget - num_decode_tokens
         if self.lookahead and not num_prefill_tokens:
             for item in step.items.values():
@@ -260,7 +283,8 @@ class Scheduler:
     def _victim(self, request: Request, step: _Step) -> Request | None:
         """Whom `request` may evict (rule 1); one victim has at least the one block that is missing."""
         juniors = self.running[: self.running.index(request) : -1]  # most junior first, so that it loses a tie
-        candidates = [r for r in juniors if r.request_id not in step.items and self.blocks.table(r.request_id)]
+        busy = step.items.keys() | self._held
+        candidates = [r for r in juniors if r.request_id not in busy and self.blocks.table(r.request_id)]
         return min(candidates, key=lambda r: (r.priority, r.num_computed_tokens), default=None)
 
     def _rank(self, request: Request) -> tuple[int, int]:

@@ -15,8 +15,9 @@ import torch
 
 from strata_lab.apply import ApplyReport, FieldResult
 from strata_lab.bench import climb as climbing
-from strata_lab.bench import compare, harness
-from strata_lab.bench.climb import Climb, Stage, plan
+from strata_lab.bench import climb_plan, compare, harness
+from strata_lab.bench.climb import Climb
+from strata_lab.bench.climb_plan import Course, Stage, article_course, fitting_scale, longest, plan, pool_blocks
 from strata_lab.bench.climb_report import html_page, text_table
 from strata_lab.bench.harness import Environment, Record, RooflineExceeded, Spread, a_b_a, interleave, write_results
 from strata_lab.bench.measure import RunFailed, run, summarize
@@ -357,7 +358,8 @@ def generous(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def climb(engine: Any, **options: Any) -> list[dict[str, Any]]:
-    return [r.as_dict() for r in Climb(engine, single_stream(8, 12), uneven(2, 4, 8), **options).records()]
+    course = options.pop("course", Course(single_stream(8, 12), uneven(2, 4, 8)))
+    return [r.as_dict() for r in Climb(engine, course, **options).records()]
 
 
 def by_stage(records: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -376,7 +378,7 @@ def test_every_switch_is_a_stage_and_crowds_come_last() -> None:
 
 def test_a_new_toggle_becomes_a_stage_by_existing(monkeypatch: pytest.MonkeyPatch) -> None:
     new = SimpleNamespace(name="speculative", kind="choice", choices=("none", "ngram", "draft"))
-    monkeypatch.setattr(climbing, "toggles", lambda: (*toggles(), new))
+    monkeypatch.setattr(climb_plan, "toggles", lambda: (*toggles(), new))
     assert [s.name for s in plan("cpu") if s.toggle == "speculative"] == ["speculative=ngram", "speculative=draft"]
 
 

@@ -16,8 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from strata_lab.admission import SplitPrefill
 from strata_lab.config import Optimizations
 from strata_lab.engine import LLMEngine
+from strata_lab.events import StepEvent
+from strata_lab.prefill_lane import PrefillLane
 from strata_lab.request import RequestOutput, SamplingParams
 from strata_lab.run_ahead import STEPS_AHEAD, RunAhead
 from strata_lab.runner import EagerStep, Runner
@@ -27,7 +30,9 @@ from strata_lab.sampling_random import uniforms
 from tests.checkpoints import write_checkpoint
 
 BLOCK_SIZE = 8
-OFF = Optimizations.none().replace({"weight_format": "fp32", "kv_cache_dtype": "fp32", "max_num_seqs": 4})
+OFF = Optimizations.none().replace(
+    {"weight_format": "fp32", "kv_cache_dtype": "fp32", "max_num_seqs": 4, "continuous_batching": True}
+)
 
 
 class Replays:
@@ -111,8 +116,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama")[0]
 
 
-def engine(folder: Any, *, ahead: bool, blocks: int = 64) -> tuple[LLMEngine, Replays]:
-    """An engine with everything off; with `ahead`, its runner decodes ahead."""
+def engine(folder: Any, *, ahead: bool, blocks: int = 64, lane: bool = False) -> tuple[LLMEngine, Replays]:
+    """An engine with everything off; with `ahead`, its runner decodes ahead; with `lane`, prompts run beside it."""
     made = LLMEngine(
         folder, device="cpu", optimizations=OFF, max_model_len=96, block_size=BLOCK_SIZE, num_kv_blocks=blocks
     )
@@ -127,6 +132,10 @@ def engine(folder: Any, *, ahead: bool, blocks: int = 64) -> tuple[LLMEngine, Re
         runner.max_model_len = 96
         made._loop.parts = dataclasses.replace(parts, runner=runner)
         made._loop.scheduler.configure(lookahead=runner.lookahead)
+    if lane:
+        side = PrefillLane(Runner(made._loop.parts.runner.runner.step, Sampler(), BLOCK_SIZE, made.device), made.device)
+        made._loop.parts = dataclasses.replace(made._loop.parts, lane=side)
+        made._loop.scheduler.configure(prefill=SplitPrefill(8, decode_steps=0))
     return made, recorder
 
 
@@ -200,8 +209,9 @@ def test_rows_that_need_the_hosts_sampler_take_the_other_way(folder: Any, plain:
     assert recorder.count == 0
 
 
+@pytest.mark.parametrize("lane", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_traffic_in_a_small_pool_changes_no_token(folder: Any, plain: LLMEngine, seed: int) -> None:
+def test_random_traffic_in_a_small_pool_changes_no_token(folder: Any, plain: LLMEngine, seed: int, lane: bool) -> None:
     """Requests come, end and are aborted at random while the pool is so small that some are preempted."""
     dice = random.Random(seed)
     jobs = []
@@ -212,7 +222,7 @@ def test_random_traffic_in_a_small_pool_changes_no_token(folder: Any, plain: LLM
             temperature=temperature, max_tokens=dice.randrange(1, 50), seed=index, ignore_eos=dice.random() < 0.7
         )
         jobs.append((prompt, params, dice.random() < 0.2))
-    made, recorder = engine(folder, ahead=True, blocks=14)
+    made, recorder = engine(folder, ahead=True, blocks=14, lane=lane)
     with made:
         names, queue, aborted = {}, list(enumerate(jobs)), set()
         while queue or made.stats().num_running or made.stats().num_waiting:
@@ -230,3 +240,38 @@ def test_random_traffic_in_a_small_pool_changes_no_token(folder: Any, plain: LLM
         got = outputs[index].token_ids
         assert got == (expected[: len(got)] if index in aborted else expected), index
     assert recorder.count > 10
+
+
+def test_prompts_in_the_lane_are_booked_while_streams_decode(folder: Any, plain: LLMEngine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    long = [(3 + 7 * i) % 250 + 3 for i in range(50)]
+    expected = [alone(plain, p, params).token_ids for p in (prompts(1)[0], long)]
+    made, _ = engine(folder, ahead=True, lane=True)
+    with made:
+        first = made.add_request(prompts(1)[0], params)
+        made.step()
+        second = made.add_request(long, params)
+        while made.step():
+            pass
+        assert [made.output(name).token_ids for name in (first, second)] == expected
+        steps = [e for e in made.events.since(0)[0] if isinstance(e, StepEvent)]
+    assert all(not (e.num_prefill_tokens and e.num_decode_tokens) for e in steps)
+    assert max(e.num_prefill_tokens for e in steps[1:]) <= 8
+
+
+def test_a_failing_prompt_in_the_lane_ends_its_request_alone(folder: Any, plain: LLMEngine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    expected = alone(plain, prompts(1)[0], params).token_ids
+    made, _ = engine(folder, ahead=True, lane=True)
+    with made:
+        first = made.add_request(prompts(1)[0], params)
+        made.step()
+        lane = made._loop.parts.lane
+        assert lane is not None
+        lane.runner = None  # type: ignore[assignment]
+        second = made.add_request(prompts(2)[1], params)
+        while made.step() or made.stats().num_running:
+            pass
+        assert made.output(first).token_ids == expected
+        assert made.output(second).finish_reason == "error"
+        assert made.stats().kv_blocks_used == 0

@@ -1,0 +1,82 @@
+"""Prompts beside the decode steps: `pd_split` on a GPU.
+
+A thread of its own launches prompt slices on a stream of its own, while the engine thread goes on with decode steps,
+whose captured kernels have the higher priority. One batch at a time; the scheduler holds its requests and their blocks
+until it has landed. Nothing here decides what is computed.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from strata_lab.batch import ScheduledBatch
+from strata_lab.runner import Runner, StepResult
+
+
+class PrefillLane:
+    """Runs one batch of prompt slices at a time.
+
+    Args:
+        runner: for prompts; its sampler is used by this lane only.
+        device: on a CPU there is no second stream, and the lane is a thread (for tests).
+
+    Attributes:
+        batch: what is or was computed last.
+        submitted_s: when, on the events' clock.
+    """
+
+    batch: ScheduledBatch
+    submitted_s: float
+
+    def __init__(self, runner: Runner, device: torch.device) -> None:
+        self.runner = runner
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # of the lowest priority
+        self._pool = ThreadPoolExecutor(1, "strata-prefill")
+        self._future: Future[StepResult] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a batch has not been fetched yet."""
+        return self._future is not None
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        return self._future is not None and self._future.done()
+
+    def submit(self, batch: ScheduledBatch) -> None:
+        """Start computing; there must be nothing else in the lane.
+
+        It starts when all that is queued on the caller's stream has run: some of it may still write to blocks that
+        have been freed and belong to this batch now.
+        """
+        assert self._future is None, "one batch at a time"
+        self.batch, self.submitted_s = batch, time.perf_counter()
+        before = None
+        if self._stream is not None:
+            before = torch.cuda.current_stream(self._stream.device).record_event()
+        self._future = self._pool.submit(self._run, batch, before)
+
+    def _run(self, batch: ScheduledBatch, before: Any) -> StepResult:
+        if self._stream is not None:
+            self._stream.wait_event(before)
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            result = self.runner.run(batch)
+            if self._stream is not None:  # a slice that samples nothing has not waited for anything yet
+                self._stream.synchronize()  # SYNC: its keys and values are in the cache
+        return result
+
+    def result(self) -> StepResult:
+        """Wait for the batch; its exception comes out here. The lane is free afterwards."""
+        assert self._future is not None
+        future, self._future = self._future, None
+        return future.result()
+
+    def close(self) -> None:
+        """Wait for what runs and end the thread."""
+        self._pool.shutdown(wait=True)
