@@ -16,6 +16,7 @@ depend on who that was. The new token belongs to the last part: its key and valu
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strata_lab.kernels.gpu import launch
-from strata_lab.kernels.gpu.attention_tiles import LOG2E, block_ids, counters, operand
+from strata_lab.kernels.gpu.attention_tiles import LOG2E, block_ids, combine, counters, held, operand
 from strata_lab.kernels.gpu.kv_write import rms_factor, rotated, stored
 
 ROWS = 16  # query heads of a group, padded to the smallest tile of tl.dot
@@ -43,22 +44,25 @@ class DecodeConfig:
         tile: positions that a program loads at a time; a multiple of the block size or a part of it.
         splits: programs per request and KV head.
         num_warps: of a program.
+        num_stages: of the loop over a program's second tile and on; each but two keeps a tile in flight.
     """
 
     tile: int
     splits: int
     num_warps: int = 4
+    num_stages: int = 3
 
 
 PROGRAMS_PER_SM = 1.0  # where the cache is long enough
+LONG = 4096  # tokens from which on the bytes in flight of later tiles are worth their shared memory
 
 
 @functools.cache
 def decode_config(batch: int, kv_heads: int, max_tokens: int, wide: bool, sms: int) -> DecodeConfig:
     """`wide`: products are in float32. The splits cover the card when the tables are full."""
-    tile = 32 if wide else 64
     wanted = max(round(PROGRAMS_PER_SM * sms / (batch * kv_heads)), 1)
-    return DecodeConfig(tile, min(wanted, triton.cdiv(max_tokens, tile), MAX_SPLITS))
+    tile, num_stages = (32, 2) if wide else (64, 5 if max_tokens > LONG else 3)
+    return DecodeConfig(tile, min(wanted, triton.cdiv(max_tokens, tile), MAX_SPLITS), num_stages=num_stages)
 
 
 @triton.jit
@@ -79,38 +83,22 @@ def _load_tile(
 
 
 @triton.jit
-def _combine(
-    acc_ptr, stats_ptr, out_ptr, active, v_scale, G: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr,
-    SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+def _attend(
+    q_first, q_second, k_first, k_second, v, first, limit, to_log2, highest, total, acc, TILE: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of one request and KV head, always from the first to the last. Past L1: others wrote them."""
-    ROWS_P: tl.constexpr = triton.next_power_of_2(G)
-    SPLITS_P: tl.constexpr = triton.next_power_of_2(SPLITS)
-    rows = tl.arange(0, ROWS_P)
-    cols = tl.arange(0, D_P)
-    parts = tl.arange(0, SPLITS_P)
-    stat = stats_ptr + parts[:, None] * (2 * ROWS_P) + rows[None, :]
-    there = parts[:, None] < active
-    highest = tl.load(stat, mask=there, other=float("-inf"), cache_modifier=".cg")  # [SPLITS_P, ROWS_P]
-    sums = tl.load(stat + ROWS_P, mask=there, other=0.0, cache_modifier=".cg")
-    top = tl.max(highest, axis=0)
-    total = tl.sum(sums * tl.exp2(highest - top[None, :]), axis=0)
-    acc = tl.zeros([ROWS_P, D_P], tl.float32)
-    for start in range(0, active, CHUNK):
-        part = start + tl.arange(0, CHUNK)
-        factor = tl.exp2(
-            tl.load(
-                stats_ptr + part[:, None] * (2 * ROWS_P) + rows[None, :], mask=part[:, None] < active,
-                other=float("-inf"), cache_modifier=".cg",
-            ) - top[None, :]
-        )  # fmt: skip
-        at = (part[:, None, None] * G + rows[None, :, None]) * D + cols[None, None, :]
-        inside = (part[:, None, None] < active) & (rows[None, :, None] < G) & (cols[None, None, :] < D)
-        values = tl.load(acc_ptr + at, mask=inside, other=0.0, cache_modifier=".cg")
-        acc += tl.sum(values * factor[:, :, None], axis=0)
-    out = acc * (v_scale / total)[:, None]
-    inside = (rows[:, None] < G) & (cols[None, :] < D)
-    tl.store(out_ptr + rows[:, None] * D + cols[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+    """Softmax goes on over one tile: new maxima, sums [ROWS] and weighted values [ROWS, D_P]."""
+    scores = tl.dot(q_first, tl.trans(k_first.to(DOT)), input_precision=PRECISION)
+    scores = tl.dot(q_second, tl.trans(k_second.to(DOT)), scores, input_precision=PRECISION)
+    seen = first + tl.arange(0, TILE)[None, :] < limit
+    scores = tl.where(seen, scores * to_log2, float("-inf"))  # [ROWS, TILE]
+    higher = tl.maximum(highest, tl.max(scores, axis=1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen so far: a request of one token, or of none
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(highest - base)
+    total = total * shrink + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(DOT), v.to(DOT), acc * shrink[:, None], input_precision=PRECISION)
+    return higher, total, acc
 
 
 @triton.jit
@@ -119,7 +107,8 @@ def _attention_decode_kernel(
     slots_ptr, acc_ptr, stats_ptr, counters_ptr, eps, scale, k_scale, v_scale, x_stride, table_stride, block_stride,
     slot_stride, G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF_P: tl.constexpr, D_P: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, FUSED: tl.constexpr,
-    ROWS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, SCALED: tl.constexpr, HOLD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """x: q rows [B, H * D], or with FUSED rows of the QKV product. See the module."""
     HALF: tl.constexpr = D // 2
@@ -148,7 +137,6 @@ def _attention_decode_kernel(
     tile_first, tile_second, tile_v = _load_tile(
         k_base, v_base, ids, begin, limit, block_stride, slot_stride, D, HALF_P, D_P, BLOCK_SIZE, TILE
     )
-    ids = block_ids(table, begin + TILE, limit, BLOCK_SIZE, TILE)
 
     rows = tl.arange(0, ROWS)[:, None]
     half, col = tl.arange(0, HALF_P)[None, :], tl.arange(0, D_P)
@@ -180,45 +168,49 @@ def _attention_decode_kernel(
         v_new = tl.load(x + (HKV * (G + 1) + kv_head) * D + col, mask=(col < D) & mine, other=0.0).to(tl.float32)
         cos = tl.load(cos_ptr + request * HALF + half, mask=within, other=0.0).to(tl.float32)
         sin = tl.load(sin_ptr + request * HALF + half, mask=within, other=0.0).to(tl.float32)
+    tile_first, tile_second, tile_v = held(tile_first, HOLD), held(tile_second, HOLD), held(tile_v, HOLD)
+    if FUSED:
         first, second = q_first.to(tl.float32), q_second.to(tl.float32)
         if q_norm_ptr is not None:
             q_rms = rms_factor(first, second, eps, D)
             first, second = first * q_rms * q_weight_first, second * q_rms * q_weight_second
         first, second = rotated(first, second, cos, sin)
         q_first, q_second = first.to(X_DTYPE), second.to(X_DTYPE)
-        if k_norm_ptr is not None:
-            k_rms = rms_factor(k_first, k_second, eps, D)
-            k_first, k_second = k_first * k_rms * k_weight_first, k_second * k_rms * k_weight_second
-        k_first, k_second = rotated(k_first, k_second, cos, sin)
-        k_first, k_second = stored(k_first, k_scale, KV_DTYPE), stored(k_second, k_scale, KV_DTYPE)
-        v_stored = stored(v_new, v_scale, KV_DTYPE)
-        at = slot.to(tl.int64) // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride
-        tl.store(k_base + at + half + rows * 0, k_first, mask=(rows == 0) & within & mine)
-        tl.store(k_base + at + HALF + half + rows * 0, k_second, mask=(rows == 0) & within & mine)
-        tl.store(v_base + at + col, v_stored, mask=(col < D) & mine)
-        product = q_first.to(tl.float32) * k_first.to(tl.float32) + q_second.to(tl.float32) * k_second.to(tl.float32)
         if mine:  # its own softmax is where this program begins
+            if k_norm_ptr is not None:
+                k_rms = rms_factor(k_first, k_second, eps, D)
+                k_first, k_second = k_first * k_rms * k_weight_first, k_second * k_rms * k_weight_second
+            k_first, k_second = rotated(k_first, k_second, cos, sin)
+            k_kept, k_kept_second = (
+                stored(k_first, k_scale, KV_DTYPE, SCALED),
+                stored(k_second, k_scale, KV_DTYPE, SCALED),
+            )
+            v_kept = stored(v_new, v_scale, KV_DTYPE, SCALED)
+            at = slot.to(tl.int64) // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride
+            tl.store(k_base + at + half + rows * 0, k_kept, mask=(rows == 0) & within)
+            tl.store(k_base + at + HALF + half + rows * 0, k_kept_second, mask=(rows == 0) & within)
+            tl.store(v_base + at + col, v_kept, mask=col < D)
+            product = q_first.to(tl.float32) * k_kept.to(tl.float32)
+            product += q_second.to(tl.float32) * k_kept_second.to(tl.float32)
             highest = tl.sum(product, axis=1) * to_log2
             total = total + 1.0
-            acc = acc + v_stored.to(tl.float32)[None, :]
+            acc = acc + v_kept.to(tl.float32)[None, :]
     q_first, q_second = q_first.to(DOT), q_second.to(DOT)
 
-    for here in range(begin, limit, TILE):
-        keys_first, keys_second, values = tile_first.to(DOT), tile_second.to(DOT), tile_v.to(DOT)
-        tile_first, tile_second, tile_v = _load_tile(
-            k_base, v_base, ids, here + TILE, limit, block_stride, slot_stride, D, HALF_P, D_P, BLOCK_SIZE, TILE
-        )
-        ids = block_ids(table, here + 2 * TILE, limit, BLOCK_SIZE, TILE)
-        scores = tl.dot(q_first, tl.trans(keys_first), input_precision=PRECISION)
-        scores = tl.dot(q_second, tl.trans(keys_second), scores, input_precision=PRECISION)
-        seen = here + tl.arange(0, TILE)[None, :] < limit
-        scores = tl.where(seen, scores * to_log2, float("-inf"))  # [ROWS, TILE]
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - higher[:, None])
-        shrink = tl.exp2(highest - higher)
-        total = total * shrink + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(DOT), values, acc * shrink[:, None], input_precision=PRECISION)
-        highest = higher
+    highest, total, acc = _attend(
+        q_first, q_second, tile_first, tile_second, tile_v, begin, limit, to_log2, highest, total, acc, TILE, DOT,
+        PRECISION,
+    )  # fmt: skip
+    if begin + TILE < limit:  # spares programs of one tile the start of a pipelined loop
+        for here in range(begin + TILE, limit, TILE):
+            ids = block_ids(table, here, limit, BLOCK_SIZE, TILE)
+            tile_first, tile_second, tile_v = _load_tile(
+                k_base, v_base, ids, here, limit, block_stride, slot_stride, D, HALF_P, D_P, BLOCK_SIZE, TILE
+            )
+            highest, total, acc = _attend(
+                q_first, q_second, tile_first, tile_second, tile_v, here, limit, to_log2, highest, total, acc, TILE,
+                DOT, PRECISION,
+            )  # fmt: skip
 
     head = request * HKV + kv_head
     cols = col[None, :]
@@ -237,9 +229,8 @@ def _attention_decode_kernel(
         if tl.atomic_add(counters_ptr + head, 1, sem="acq_rel") == active - 1:
             tl.store(counters_ptr + head, 0)
             part = head.to(tl.int64) * SPLITS
-            _combine(
-                acc_ptr + part * (G * D), stats_ptr + part * (2 * ROWS_P), out, active, v_scale, G, D, D_P, SPLITS,
-                CHUNK,
+            combine(
+                acc_ptr + part * (G * D), stats_ptr + part * (2 * ROWS_P), out, active, v_scale, G, D, D_P, CHUNK,
             )  # fmt: skip
 
 
@@ -267,7 +258,8 @@ def _launch(
         x, out, k_cache, v_cache, tables, seq_lens, *fused, acc, stats, arrivals, eps, scale, k_scale, v_scale,
         x.stride(0), tables.stride(0), k_cache.stride(0), k_cache.stride(1), group, kv_heads, width, half_padded,
         padded_width, block_size, c.tile, c.splits, 1 << (chunk.bit_length() - 1), fused[0] is not None, ROWS, dot,
-        precision, **launch.options(device, num_warps=c.num_warps, num_stages=1),
+        precision, (k_scale, v_scale) != (1.0, 1.0), not launch.INTERPRETED,
+        **launch.options(device, num_warps=c.num_warps, num_stages=c.num_stages),
     )  # fmt: skip
     return out
 
@@ -323,28 +315,25 @@ def decode_fused(
 
 
 def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Decode steps of the reference geometries."""
+    """Decode steps of the reference geometries, with the choices of an H200 for tables of 512 and 32768 tokens."""
 
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    for name, heads, width in (("moe", (32, 4), 128), ("dense", (32, 8), 128), ("smollm2", (9, 3), 64)):
-        for kv in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
-            for dtype in (torch.bfloat16, torch.float32):
-                batch = 1
-                cache = meta(4096, 16, heads[1], width, dtype=kv)
-                qkv, norm = meta(batch, (heads[0] + 2 * heads[1]) * width, dtype=dtype), meta(width)
-                tables, lens = meta(batch, 64, dtype=torch.int32), meta(batch, dtype=torch.int32)
-                turn, slots = meta(batch, width // 2, dtype=torch.float32), meta(batch, dtype=torch.int64)
-                config = DecodeConfig(32 if torch.float32 in (kv, dtype) else 64, 16)
-                yield (
-                    f"{name}-{dtype}-{kv}".replace("torch.", ""),
-                    partial(decode_fused, qkv, turn, turn, norm, norm, 1e-6, cache, cache, slots, tables, lens,
-                            num_q_heads=heads[0], scale=0.1, config=config),
-                )  # fmt: skip
-    cache, lens = meta(4096, 16, 4, 128), meta(8, dtype=torch.int32)
-    tables = meta(8, 64, dtype=torch.int32)
-    yield (
-        "unfused",
-        partial(decode, meta(8, 32, 128), cache, cache, tables, lens, scale=0.1, config=DecodeConfig(64, 16)),
-    )
+    lens, slots = meta(1, dtype=torch.int32), meta(1, dtype=torch.int64)
+    for name, heads, width in (("moe", (32, 4), 128), ("smollm2", (9, 3), 64)):
+        norm = meta(width) if name == "moe" else None
+        turn = meta(1, width // 2, dtype=torch.float32)
+        for kv, dtype, length in itertools.product(
+            (torch.float8_e4m3fn, torch.bfloat16, torch.float32), (torch.bfloat16, torch.float32), (512, 32768)
+        ):
+            cache, tables = meta(4096, 16, heads[1], width, dtype=kv), meta(1, length // 16, dtype=torch.int32)
+            qkv = meta(1, (heads[0] + 2 * heads[1]) * width, dtype=dtype)
+            config = decode_config(1, heads[1], length, torch.float32 in (kv, dtype), 132)
+            yield (
+                f"{name}-{length}-{dtype}-{kv}".replace("torch.", ""),
+                partial(decode_fused, qkv, turn, turn, norm, norm, 1e-6, cache, cache, slots, tables, lens,
+                        num_q_heads=heads[0], scale=0.1, config=config),
+            )  # fmt: skip
+    cache, q, tables = meta(4096, 16, 4, 128), meta(1, 32, 128), meta(1, 64, dtype=torch.int32)
+    yield "unfused", partial(decode, q, cache, cache, tables, lens, scale=0.1, config=DecodeConfig(64, 16))

@@ -10,6 +10,7 @@ V once per block of rows (the L2 cache holds them in between).
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -40,13 +41,19 @@ class PrefillConfig:
     num_stages: int
 
 
-def prefill_config(rows: int, wide: bool) -> PrefillConfig:
-    """By the query rows of the longest request, and whether products are in float32."""
+@functools.cache
+def prefill_config(rows: int, wide: bool, device: torch.device) -> PrefillConfig:
+    """By the query rows of the longest request; `wide`: products are in float32.
+
+    On compute capability 9.0 operands come from shared memory, elsewhere from registers: smaller tiles, or they spill.
+    """
     if wide:
-        return PrefillConfig(16, 32, 4, 1) if rows <= 16 else PrefillConfig(32, 32, 8, 1)
+        return PrefillConfig(16, 32, 8, 1)
     if rows <= 16:
         return PrefillConfig(16, 64, 4, 3)
-    return PrefillConfig(64, 64, 4, 2) if rows <= 64 else PrefillConfig(128, 64, 8, 2)
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    tile = 64 if hopper else 32
+    return PrefillConfig(64, tile, 4, 2) if rows <= 64 else PrefillConfig(128, tile, 8, 2)
 
 
 @triton.jit
@@ -126,7 +133,7 @@ def prefill(
     q, batch, group = q.contiguous(), seq_lens.shape[0], heads // kv_heads
     out = torch.empty_like(q)
     dot, precision = operand(q.dtype, k_cache.dtype)
-    c = config or prefill_config(max_q_len * group, dot == tl.float32)
+    c = config or prefill_config(max_q_len * group, dot == tl.float32, q.device)
     _attention_prefill_kernel[(triton.cdiv(max_q_len * group, c.block), kv_heads, batch + 1)](
         q, out, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, scale, k_scale, v_scale, tokens, batch,
         block_tables.stride(0), k_cache.stride(0), k_cache.stride(1), group, kv_heads, width,

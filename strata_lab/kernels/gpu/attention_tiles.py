@@ -1,6 +1,7 @@
-"""What the attention kernels share: finding a position's block, the number format of products, arrival counters."""
+"""Parts of the attention kernels: finding a position's block, adding up parts, number formats, arrival counters."""
 
 # mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: RUF005 (Triton knows no unpacking in a tuple)
 from __future__ import annotations
 
 from typing import Any
@@ -26,6 +27,53 @@ def block_ids(table_ptr, first, limit, BLOCK_SIZE: tl.constexpr, TILE: tl.conste
         block = tl.load(table_ptr + start // BLOCK_SIZE, mask=start < limit, other=0)
         ids = tl.where(rows // BLOCK_SIZE == j, block, ids)
     return ids
+
+
+@triton.jit
+def held(x, ON: tl.constexpr):
+    """x, unchanged. What is done with it is not moved up to its load, where it would wait for it."""
+    if ON:
+        BITS: tl.constexpr = x.dtype.primitive_bitwidth
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=32 // BITS)
+    return x
+
+
+@triton.jit
+def combine(
+    acc_ptr, stats_ptr, out_ptr, active, v_scale, G: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of one request and KV head, always from the first to the last. Past L1: others wrote them."""
+    ROWS_P: tl.constexpr = triton.next_power_of_2(G)
+    rows = tl.arange(0, ROWS_P)
+    cols = tl.arange(0, D_P)
+    top = tl.full([ROWS_P], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS_P], tl.float32)
+    acc = tl.zeros([ROWS_P, D_P], tl.float32)
+    at = rows[:, None] * D + cols[None, :]
+    inside = (rows[:, None] < G) & (cols[None, :] < D)
+    for start in range(0, active, CHUNK):
+        values, maxima, sums = (), (), ()  # all loads of a chunk before the first use; nothing passes between threads
+        for i in tl.static_range(CHUNK):
+            there = start + i < active
+            stat = stats_ptr + (start + i) * (2 * ROWS_P) + rows
+            acc_at = acc_ptr + (start + i) * (G * D) + at
+            values = values + (tl.load(acc_at, mask=inside & there, other=0.0, cache_modifier=".cg"),)
+            maxima = maxima + (tl.load(stat, mask=there, other=float("-inf"), cache_modifier=".cg"),)
+            sums = sums + (tl.load(stat + ROWS_P, mask=there, other=0.0, cache_modifier=".cg"),)
+        higher = top
+        for i in tl.static_range(CHUNK):
+            higher = tl.maximum(higher, maxima[i])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink
+        acc = acc * shrink[:, None]
+        for i in tl.static_range(CHUNK):
+            factor = tl.exp2(maxima[i] - higher)
+            total += sums[i] * factor
+            acc += values[i] * factor[:, None]
+        top = higher
+    out = acc * (v_scale / total)[:, None]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def operand(x: torch.dtype, cache: torch.dtype) -> tuple[Any, str]:

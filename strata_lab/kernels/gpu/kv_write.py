@@ -25,9 +25,12 @@ FP8_MAX = tl.constexpr(448.0)  # largest finite float8_e4m3fn
 
 
 @triton.jit
-def stored(x, scale, DTYPE: tl.constexpr):
-    """What `kv_append` stores for float32 x: x / scale, correctly rounded; float8 saturates and keeps NaN."""
-    y = tl.div_rn(x, tl.zeros_like(x) + scale)
+def stored(x, scale, DTYPE: tl.constexpr, SCALED: tl.constexpr = True):
+    """What `kv_append` stores for float32 x: x / scale, correctly rounded; float8 saturates and keeps NaN.
+
+    SCALED: False promises that scale is 1 and saves the division, some 15 instructions an element.
+    """
+    y = tl.div_rn(x, tl.zeros_like(x) + scale) if SCALED else x
     if DTYPE == tl.float8e4nv:  # noqa: SIM300
         y = tl.where(y > FP8_MAX, FP8_MAX, tl.where(y < -FP8_MAX, -FP8_MAX, y))  # min and max would drop a NaN
     return y.to(DTYPE)
