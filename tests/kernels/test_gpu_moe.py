@@ -47,7 +47,7 @@ def _weights(name: str, hidden: int, width: int, device: torch.device, experts: 
     fmt = get_format(name)
     return {
         "norm_weight": (1 + 0.1 * torch.randn(hidden)).to(device),
-        "router": torch.randn(experts, hidden).to(device),
+        "router": (2 * torch.randn(experts, hidden) / hidden**0.5).to(device),
         "gate_up": fmt.quantize(torch.randn(experts * 2 * width, hidden) / hidden**0.5).to(device),
         "down": fmt.quantize(torch.randn(experts * hidden, width) / width**0.5).to(device),
     }
@@ -249,10 +249,14 @@ def test_the_reference_geometry_on_the_card(name: str, tokens: int, device: torc
     x = torch.randn(tokens, hidden, device=device)
     _assert_close(_block(x, w, top_k), _chunked_block(x, w, top_k))
     narrow = w | {k: w[k].bfloat16() for k in ("norm_weight", "router")}
-    y = _block(x.bfloat16(), narrow, top_k)
-    same = _exact_route(_exact_norm(x.bfloat16(), narrow["norm_weight"]), narrow["router"], top_k, True)[1]
-    assert same.shape == (tokens, top_k) and y.isfinite().all()
-    assert torch.equal(y, _block(x.bfloat16(), narrow, top_k))
+    x = x.bfloat16()
+    y = _block(x, narrow, top_k)
+    assert torch.equal(y, _block(x, narrow, top_k))
+    logits = _exact_norm(x, narrow["norm_weight"]) @ narrow["router"].double().t()
+    best = logits.topk(top_k + 1, dim=-1).values
+    clear = best[:, -2] - best[:, -1] > 0.05  # rounding the norm to bfloat16 cannot change the experts
+    assert clear.any()
+    _assert_close(y[clear], _chunked_block(x[clear], narrow, top_k), 2e-2)
 
 
 def _chunked_block(x: Tensor, w: dict[str, Any], top_k: int) -> Tensor:

@@ -13,7 +13,6 @@ Nothing is asked of the host, so a CUDA graph can hold all of it. Weights in fp3
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,15 @@ import triton
 from torch import Tensor
 
 from strata_lab.kernels.gpu import launch
+from strata_lab.kernels.gpu.moe_config import (
+    COLUMNS,
+    COMPARED,
+    CONFIGS,
+    DECODE_TOKENS,
+    ROUTE_TOKENS,
+    WARP,
+    MoeConfig,
+)
 from strata_lab.kernels.gpu.moe_decode import combine_kernel, down_one_kernel, expert_kernel
 from strata_lab.kernels.gpu.moe_grouped import grouped_kernel, sort_kernel
 from strata_lab.kernels.gpu.moe_route import (
@@ -35,54 +43,6 @@ from strata_lab.kernels.moe_mlp import moe_mlp_ref
 from strata_lab.kernels.rms_norm import rms_norm_ref
 from strata_lab.kernels.router_topk import router_topk_ref
 from strata_lab.quant.base import LinearWeight
-
-DECODE_TOKENS = 16
-_COMPARED = 8192  # pairs of logits that a program compares at a time: 32 a thread
-_ROUTE_TOKENS = 16  # tokens of one program in the many-token routing
-_COLUMNS = {"bf16": 8, "fp8": 16, "int8": 16, "int4": 32}  # weight columns in a chunk of 16 bytes
-_WARP = 32  # chunks of a tile that one warp loads at once
-
-
-@dataclass(frozen=True)
-class MoeConfig:
-    """Tunable numbers; `config` of the public functions.
-
-    Attributes:
-        gate_tiles, gate_warps: of a program's gate rows (and as many up rows): 1, 2 or 4 tiles of a row per warp.
-        down_tiles, down_warps: the same of `down` with several tokens.
-        one_rows, one_warps: 1 to 8 rows of a program of `down_one_kernel`; its warps share a row, 512 bytes each.
-        gate_programs, down_programs: per multiprocessor with several tokens, each looping over its share of the tiles;
-            best as many as are resident (3 and 4 by their registers on sm_90), so that all end together.
-        pairs: pairs of (token, slot) that use a tile together when there are several tokens.
-        block_n, block_t, block_k, grouped_warps, grouped_stages: of the many-token products; block_k 32 for groups.
-        hold: load a whole tile before the first product; off, ptxas interleaves them and uses fewer registers.
-        fuse_down: let one token take `down_one_kernel`; off, it computes bit for bit what it does among others.
-    """
-
-    gate_tiles: int = 2
-    gate_warps: int = 4
-    down_tiles: int = 4
-    down_warps: int = 4
-    one_rows: int = 4
-    one_warps: int = 4
-    gate_programs: int = 3
-    down_programs: int = 4
-    pairs: int = 2
-    block_n: int = 64
-    block_t: int = 64
-    block_k: int = 64
-    grouped_warps: int = 4
-    grouped_stages: int = 3
-    hold: bool = True
-    fuse_down: bool = True
-
-
-CONFIGS = {
-    "fp8": MoeConfig(),
-    "bf16": MoeConfig(gate_tiles=1, down_tiles=2, one_rows=2),
-    "int8": MoeConfig(one_rows=2, block_k=32),
-    "int4": MoeConfig(down_tiles=2, block_k=32),
-}
 
 
 def router_topk_triton(x: Tensor, router: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -210,7 +170,7 @@ class _Step:
 
     def _chunks(self, w: LinearWeight) -> tuple[int, int]:
         """Chunks of 16 bytes in a row of `w`, and the power of two to round them up to."""
-        chunks = -(-w.shape[1] // _COLUMNS[self.format])
+        chunks = -(-w.shape[1] // COLUMNS[self.format])
         return chunks, triton.next_power_of_2(chunks)
 
     def _products(
@@ -223,7 +183,7 @@ class _Step:
             grid = min(grid, launch.num_sms(x.device) * programs)
         expert_kernel[(grid,)](
             x_ptr=x, data_ptr=w.data, scales_ptr=w.scales, mins_ptr=w.mins, out_ptr=out, x_stride=x.stride(0),
-            ROWS=rows, K=w.shape[1], CHUNKS=chunks, Q=tiles, R=warps, C=min(_WARP, padded), WIDTH=self.chunk_codes,
+            ROWS=rows, K=w.shape[1], CHUNKS=chunks, Q=tiles, R=warps, C=min(WARP, padded), WIDTH=self.chunk_codes,
             **rest, **launch.options(x.device, num_warps=warps),
         )  # fmt: skip
 
@@ -233,13 +193,13 @@ class _Step:
     ) -> None:  # fmt: skip
         w, c = self.down, self.config
         chunks, padded = self._chunks(w)
-        span = min(c.one_warps * _WARP, padded)
+        span = min(c.one_warps * WARP, padded)
         slots = triton.next_power_of_2(self.top_k)
         down_one_kernel[(-(-self.hidden // c.one_rows),)](
             residual, h, w.data, w.scales, w.mins, logits, ids, weights, out, HIDDEN=self.hidden, K=w.shape[1],
             CHUNKS=chunks, SPAN=span, E=self.experts, E_BLOCK=triton.next_power_of_2(self.experts), TOP_K=self.top_k,
             SLOTS=slots, NORMALIZE=normalize, SOURCE=source, RESIDUAL=residual is not None, HOLD=c.hold, Q=c.one_rows,
-            C=min(c.one_warps * _WARP, slots * span), WIDTH=self.chunk_codes, FORMAT=self.format,
+            C=min(c.one_warps * WARP, slots * span), WIDTH=self.chunk_codes, FORMAT=self.format,
             **launch.options(h.device, num_warps=c.one_warps),
         )  # fmt: skip
 
@@ -311,9 +271,9 @@ def _logits(x: Tensor, norm_weight: Tensor | None, eps: float, router: Tensor) -
         )  # fmt: skip
         return logits, x if h is None else h
     widest = x.dtype if x.dtype == router.dtype else torch.float32
-    logits_dot_kernel[(-(-tokens // _ROUTE_TOKENS),)](
+    logits_dot_kernel[(-(-tokens // ROUTE_TOKENS),)](
         x, router, logits, tokens, x.stride(0), HIDDEN=hidden, E=experts,
-        E_BLOCK=max(16, triton.next_power_of_2(experts)), BLOCK_T=_ROUTE_TOKENS, BLOCK_K=64,
+        E_BLOCK=max(16, triton.next_power_of_2(experts)), BLOCK_T=ROUTE_TOKENS, BLOCK_K=64,
         DOT=launch.dot_dtype(widest), **launch.options(x.device),
     )  # fmt: skip
     return logits, x
@@ -324,8 +284,8 @@ def _select(
 ) -> None:
     tokens, experts = logits.shape
     e_block = triton.next_power_of_2(experts)
-    t_block = min(_ROUTE_TOKENS, triton.next_power_of_2(tokens))
-    j_block = max(1, min(e_block, _COMPARED // (t_block * e_block)))
+    t_block = min(ROUTE_TOKENS, triton.next_power_of_2(tokens))
+    j_block = max(1, min(e_block, COMPARED // (t_block * e_block)))
     select_kernel[(-(-tokens // t_block),)](
         logits, weights, ids, *(plan or (None, None, None)), tokens, E=experts, E_BLOCK=e_block, T_BLOCK=t_block,
         J_BLOCK=j_block, TOP_K=weights.shape[1], NORMALIZE=normalize, PLAN=plan is not None, M=m,

@@ -260,7 +260,7 @@ def down_one_kernel(
     totals = ()
     for _q in tl.static_range(Q):
         totals += (tl.zeros((1, C), dtype=tl.float32),)
-    for part in tl.static_range(len(codes) // Q):
+    for part in tl.static_range((TOP_K + SIDE - 1) // SIDE * PARTS):
         slot = part // PARTS * SIDE + c // SPAN
         chunk = part % PARTS * SPAN + c % SPAN
         source = h_ptr + (slot * K)[None, :, None]

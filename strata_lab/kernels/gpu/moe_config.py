@@ -1,0 +1,53 @@
+"""Numbers of the mixture-of-experts kernels that are to be tuned on a card, by weight format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DECODE_TOKENS = 16
+COMPARED = 8192  # pairs of logits that a program compares at a time: 32 a thread
+ROUTE_TOKENS = 16  # tokens of one program in the many-token routing
+COLUMNS = {"bf16": 8, "fp8": 16, "int8": 16, "int4": 32}  # weight columns in a chunk of 16 bytes
+WARP = 32  # chunks of a tile that one warp loads at once
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Tunable numbers; `config` of the public functions.
+
+    Attributes:
+        gate_tiles, gate_warps: of a program's gate rows (and as many up rows): 1, 2 or 4 tiles of a row per warp.
+        down_tiles, down_warps: the same of `down` with several tokens.
+        one_rows, one_warps: 1 to 8 rows of a program of `down_one_kernel`; its warps share a row, 512 bytes each.
+        gate_programs, down_programs: per multiprocessor with several tokens, each looping over its share of the tiles;
+            best as many as are resident (3 and 4 by their registers on sm_90), so that all end together.
+        pairs: pairs of (token, slot) that use a tile together when there are several tokens.
+        block_n, block_t, block_k, grouped_warps, grouped_stages: of the many-token products; block_k 32 for groups.
+        hold: load a whole tile before the first product; off, ptxas interleaves them and uses fewer registers.
+        fuse_down: let one token take `down_one_kernel`; off, it computes bit for bit what it does among others.
+    """
+
+    gate_tiles: int = 2
+    gate_warps: int = 4
+    down_tiles: int = 4
+    down_warps: int = 4
+    one_rows: int = 4
+    one_warps: int = 4
+    gate_programs: int = 3
+    down_programs: int = 4
+    pairs: int = 2
+    block_n: int = 64
+    block_t: int = 64
+    block_k: int = 64
+    grouped_warps: int = 4
+    grouped_stages: int = 3
+    hold: bool = True
+    fuse_down: bool = True
+
+
+CONFIGS = {
+    "fp8": MoeConfig(),
+    "bf16": MoeConfig(gate_tiles=1, down_tiles=2, one_rows=2),
+    "int8": MoeConfig(one_rows=2, block_k=32),
+    "int4": MoeConfig(down_tiles=2, block_k=32),
+}
