@@ -25,7 +25,7 @@ from strata_lab.bench.svg import nice_ticks, number
 from strata_lab.bench.workloads import TEXT_FILE, article, batch, single_stream, text_tokens, uneven
 from strata_lab.config import ConfigError, Optimizations, toggles
 from strata_lab.engine import LLMEngine
-from strata_lab.events import EventLog, StepEvent, TokenEvent
+from strata_lab.events import EVENT_CAPACITY, EventLog, StepEvent, TokenEvent
 from strata_lab.models.presets import PRESETS
 from strata_lab.quant import FORMATS, get_format
 from strata_lab.request import RequestOutput
@@ -478,6 +478,184 @@ def test_the_real_engine_climbs(folder: Any, generous: None, monkeypatch: pytest
     assert int8["conditions"]["toggles"]["weight_format"] == "int8"
     assert all(r["metrics"]["output_tok_s"] > 0 and r["spread"]["runs"] >= 1 for r in found.values())
     json.dumps(list(found.values()))
+
+
+# -- the articles' workloads ------------------------------------------------------------------------------------------
+
+
+def crowd_speed(o: Optimizations) -> float:
+    """fp8 doubles, int8 is a bit slower than fp8, int4 is the fastest."""
+    factor = {"bf16": 1.0, "fp8": 2.0, "int8": 1.8, "int4": 3.5}[o.as_dict()["weight_format"]]
+    return 100.0 * factor * (1.2 if o.continuous_batching else 1.0)
+
+
+def article_climb(engine: Any, letter: str, **options: Any) -> list[dict[str, Any]]:
+    return climb(engine, course=article_course("stub", letter, 0.03125), **options)
+
+
+@pytest.mark.parametrize(("letter", "streams"), [("A", 4), ("C", 8)])
+def test_every_stage_of_a_crowds_workload_is_measured_with_all_its_streams(letter: str, streams: int) -> None:
+    engine = Stub(crowd_speed)
+    records = article_climb(engine, letter)
+    assert {r["conditions"]["series"] for r in records} == {"several streams"}
+    assert {r["conditions"]["stage"] for r in records} == {
+        "baseline", "everything", *(s.name for s in plan("cpu")),
+    }  # fmt: skip
+    assert set(engine.seats) == {(streams, streams)}, "warming up included"
+    assert engine.optimizations.max_num_seqs == Optimizations.none().max_num_seqs
+    for r in records:
+        assert (r["conditions"]["workload"], r["conditions"]["scale"]) == (letter, 0.03125)
+        assert r["conditions"]["batch"] == streams
+        assert r["name"] == f"climb/{letter}/{r['conditions']['stage']}"
+        assert r["script"] == f"strata climb --model stub --workload {letter} --scale 0.03125"
+    baseline = records[0]["metrics"]
+    steps_s, tokens = 100.0, max(article(letter, 0.03125).output_tokens)
+    assert baseline["output_tok_s"] == pytest.approx(streams * steps_s, rel=0.02), f"{tokens} steps, all tokens counted"
+    assert "mbu" not in baseline
+
+
+def test_a_single_streams_workload_leaves_out_what_needs_several(generous: None) -> None:
+    engine = Stub(speed)
+    records = article_climb(engine, "B")
+    assert {r["conditions"]["series"] for r in records} == {"single stream"}
+    assert not {r["conditions"]["stage"] for r in records} & {s.name for s in plan("cpu") if s.several}
+    assert {requests for requests, _ in engine.seats} == {1}
+    assert all(0 < r["metrics"]["mbu"] < 1 for r in records if r["metrics"])
+
+
+def test_weight_formats_are_told_against_bf16_with_all_else_equal() -> None:
+    engine = Stub(crowd_speed)
+    stages = [Stage("fused_kernels", True), *(Stage("weight_format", f) for f in ("fp8", "int8", "int4"))]
+    metrics = {r["conditions"]["stage"]: r["metrics"] for r in article_climb(engine, "C", stages=stages)}
+    ratios = {stage: m["ratio_to_bf16"] for stage, m in metrics.items() if "ratio_to_bf16" in m}
+    assert ratios == {
+        "weight_format=fp8": pytest.approx(2.0, rel=0.02),
+        "weight_format=int8": pytest.approx(1.8, rel=0.02),
+        "weight_format=int4": pytest.approx(3.5, rel=0.02),
+    }
+    assert metrics["weight_format=int4"]["speedup_vs_before"] == pytest.approx(3.5 / 2.0, rel=0.02), "int8 lost"
+
+
+def test_no_run_of_an_articles_workload_is_longer_than_the_event_buffer() -> None:
+    for letter in "ABC":
+        workload = article(letter)
+        steps = sum(workload.output_tokens) + len(workload.output_tokens) * -(-longest(workload) // 64)
+        assert steps < EVENT_CAPACITY, "even if every token and every slice of a prompt had a step of its own"
+
+
+def test_the_pool_holds_all_streams_of_every_workload() -> None:
+    assert pool_blocks(article_course("m", "C", 1.0), 16) == 8 * (1024 + 64) // 16
+    assert pool_blocks(article_course("m", "B", 1.0), 8) == (2048 + 512 + 64) // 8
+    assert pool_blocks(article_course("m", "A", 1.0), None) == 4 * -(-(1800 + 256 + 64) // 16)
+
+
+def test_a_graphics_card_is_warmed_up_with_all_of_the_workload_and_again_when_weights_are_made_anew() -> None:
+    engine = Stub(crowd_speed)
+    engine.device = SimpleNamespace(type="cuda", __str__=lambda s: "cpu")
+    tokens: list[int] = []
+    generate = engine.generate
+    engine.generate = lambda prompts, params: (tokens.append(params[0].max_tokens), generate(prompts, params))[1]
+    stages = [Stage("fused_kernels", True), Stage("continuous_batching", True)]
+    found = Climb(engine, article_course("stub", "C", 0.03125), stages=stages)
+    found.device = "cpu"
+    found._switch({}, "several streams")
+    found._switch({"fused_kernels": True}, "several streams")
+    found._switch({"fused_kernels": False}, "several streams")
+    assert tokens == [16, 16, 4], "both captured once"
+    found._switch({}, "several streams")
+    assert len(tokens) == 3, "nothing changed and all is warm"
+    rebuilt = ApplyReport({"weight_format": FieldResult("rebuilt", "int8")})
+    engine.apply = lambda **changes: rebuilt
+    found._switch({"weight_format": "int8"}, "several streams")
+    assert tokens == [16, 16, 4, 16]
+
+
+def test_a_processor_gets_the_largest_scale_that_it_finishes_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(climb_plan, "run", lambda engine, workload: clock.__setitem__(0, clock[0] + 0.5))
+    monkeypatch.setattr(climb_plan.time, "perf_counter", lambda: clock[0])
+    optimizations, stats = SimpleNamespace(max_model_len=4096), SimpleNamespace(kv_blocks_total=4096)
+    engine = SimpleNamespace(
+        device=SimpleNamespace(type="cpu"), tokenizer=None, model_config=SimpleNamespace(vocab_size=99),
+        optimizations=optimizations, config=SimpleNamespace(block_size=16), stats=lambda: stats,
+    )  # fmt: skip
+    # Half a second at 1/32 is 16 s at full length; 200 s of runs.
+    assert fitting_scale(engine, "C", 10) == 1.0
+    assert fitting_scale(engine, "C", 40) == 0.25
+    assert fitting_scale(engine, "C", 10_000) == 0.03125
+    optimizations.max_model_len = 300
+    assert fitting_scale(engine, "C", 10) == 0.25, "512 tokens a request do not fit"
+    stats.kv_blocks_total = 40
+    assert fitting_scale(engine, "C", 10) == 0.0625
+    stats.kv_blocks_total = 7
+    with pytest.raises(ConfigError, match="need 16 KV blocks and the pool has 7; try num_kv_blocks=16"):
+        fitting_scale(engine, "C", 10)
+    engine.device.type = "cuda"
+    assert fitting_scale(engine, "C", 10_000) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workload": "D"}, "must be one of A, B, C"),
+        ({"workload": "A", "scale": 0.0}, "must be from 0.03125 to 1"),
+        ({"workload": "A", "scale": 1.5}, "must be from 0.03125 to 1"),
+        ({"scale": 0.5}, "add --workload"),
+    ],
+)
+def test_a_wrong_workload_is_named_before_anything_is_loaded(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        climbing.climb("no such model", **options)
+
+
+def test_a_workload_longer_than_the_model_takes_is_refused(folder: Any) -> None:
+    with pytest.raises(ConfigError, match="2560 tokens a request, and max_model_len is 256; try a smaller --scale"):
+        climbing.climb(str(folder), device="cpu", workload="B", scale=1.0)
+
+
+@pytest.mark.parametrize(("letter", "batch_size"), [("A", 4), ("B", 1), ("C", 8)])
+def test_the_real_engine_climbs_an_articles_workload(
+    folder: Any, monkeypatch: pytest.MonkeyPatch, letter: str, batch_size: int
+) -> None:
+    monkeypatch.setattr(climbing, "ceiling", lambda *a, **k: Bandwidth(1e15, 1, "memory", "test"))
+    few = [Stage("weight_format", "int8"), Stage("continuous_batching", True)]
+    monkeypatch.setattr(climbing, "plan", lambda device: few)
+    records = [
+        r.as_dict()
+        for r in climbing.climb(str(folder), device="cpu", workload=letter, scale=0.03125, rounds=1)
+    ]  # fmt: skip
+    stages = [r for r in records if r["conditions"]["series"] != "cold starts"]
+    assert {r["conditions"]["batch"] for r in records} == {batch_size}
+    assert {r["conditions"]["workload"] for r in records} == {letter}
+    outputs = article(letter, 0.03125).output_tokens
+    assert {r["conditions"]["output_tokens"] for r in records} == {max(outputs)}
+    assert stages[1]["metrics"]["ratio_to_bf16"] > 0
+    cold = [r for r in records if r not in stages]
+    assert len(cold) == (1 if letter == "B" else 0)
+    for r in cold:
+        m = r["metrics"]
+        assert r["spread"]["runs"] == len(m["load_s_each"]) == len(m["first_ttft_ms_each"]) == 3
+        assert min(m["load_s_each"]) > 0 and min(m["first_ttft_ms_each"]) > 0 and m["output_tok_s"] > 0
+    json.dumps(records)
+    page = html_page(records)
+    assert f"workload {letter} of the articles shortened to 0.03125" in page
+    assert ("3 cold starts" in page) == (letter == "B")
+    assert ("x FP16" in page) == (letter == "C")
+
+
+def test_reports_of_a_crowd_have_one_series_and_the_formats_beside_the_articles_claim() -> None:
+    from rich.console import Console
+
+    records = article_climb(Stub(crowd_speed), "C")
+    page = html_page(records)
+    assert page.count("<svg") == 1 + 2, "the hatching, the total, and the articles' claim"
+    assert "8 streams in total" in page and "One stream" not in page
+    assert "x FP16, article's claim" in page and ">3.52<" in page
+    console = Console(width=260, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(text_table(records))
+    text = console.export_text()
+    assert text.count("workload C of the articles shortened to 0.03125 of its length") == 1
+    assert "x bf16" in text and "everything" in text
 
 
 # -- reports ----------------------------------------------------------------------------------------------------------

@@ -116,6 +116,9 @@ def test_wrong_values_of_toggles_say_what_would_be_right(name: str, text: str, m
         (["chat", "--temperature", "-1"], "temperature=-1.0 must be a number"),
         (["generate", "x", "-m", "no/such/model"], "no/such/model"),
         (["climb", "--tokens", "2"], "tokens=2 must be at least 8"),
+        (["climb", "--workload", "D"], "workload='D' must be one of A, B, C; try 'A'"),
+        (["climb", "--workload", "A", "--scale", "2"], "scale=2 must be from 0.03125 to 1"),
+        (["climb", "--scale", "0.5"], "add --workload A, B or C"),
         (["climb", "--results", "folder"], "must end in .json; try folder.json"),
         (["climb", "--max-num-seqs", "0"], "max_num_seqs=0 must be at least 1"),
     ],
@@ -301,6 +304,21 @@ def test_climb_writes_a_table_a_page_and_records(tmp_path: Path, monkeypatch: py
     again = strata("climb", "-m", "tiny", "--html", page, "--results", tmp_path / "else" / "where.json", "--json")
     assert json.loads(again.stdout)[0]["name"] == "climb/baseline"
     assert (tmp_path / "else" / "where.json").is_file()
+
+
+def test_climb_hands_an_articles_workload_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from strata_lab.bench import climb
+
+    asked: dict[str, Any] = {}
+
+    def fake(model: str, **options: Any) -> list[Any]:
+        asked.update(options)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(climb, "climb", fake)
+    strata("climb", "--workload", "B", "--scale", "0.25", "--cold-starts", "0", "--html", tmp_path / "page.html")
+    assert {name: asked[name] for name in ("workload", "scale", "cold")} == {"workload": "B", "scale": 0.25, "cold": 0}
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_climb_offers_no_flag_for_what_it_sets_itself() -> None:

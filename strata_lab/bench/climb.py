@@ -2,8 +2,9 @@
 
 Every stage is measured as A/B/A (before, after, before again) inside one engine that `apply` switches, so slow drift
 of the machine cancels and the switch itself is exercised. Toggles that act on one request are measured with a single
-stream; toggles that act on a crowd (continuous batching) with several, and the two are never on one scale. A stage
-that loses in every run is shown and taken back, so the ladder goes on from the best so far.
+stream; toggles that act on a crowd (continuous batching) with several, and the two are never on one scale. A workload
+of the articles has one stream or several, so all its stages are of one series. A stage that loses in every run is shown
+and taken back, so the ladder goes on from the best so far.
 
 Nothing is projected here: a stage that this machine cannot do is a record without figures that says why.
 """
@@ -12,58 +13,37 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from strata_lab.bench.climb_plan import (
+    COLD_STARTS_B,
+    SEVERAL,
+    SINGLE,
+    Course,
+    Stage,
+    article_course,
+    best_of,
+    check_article,
+    check_room,
+    cold_starts,
+    default_course,
+    fitting_scale,
+    plan,
+    pool_blocks,
+)
 from strata_lab.bench.harness import Environment, Record, Spread, a_b_a, check_mbu, wait_until_quiet
 from strata_lab.bench.measure import Run, run
-from strata_lab.bench.workloads import Workload, single_stream, uneven
+from strata_lab.bench.workloads import Workload
 from strata_lab.config import DEFAULT_MODEL, ConfigError, Optimizations, toggles
 from strata_lab.telemetry.bandwidth import ceiling
 
-SCRIPT = "strata climb"
 BASELINE, EVERYTHING = "baseline", "everything"
-# The order of the source articles where they overlap: capture, then fusion, then bytes. A toggle that is not named
-# here (and is not a number) follows by itself, so a new one appears by existing.
-ORDER: tuple[tuple[str, Any], ...] = (
-    ("cuda_graph", True), ("fused_kernels", True), ("weight_format", "fp8"), ("weight_format", "int8"),
-    ("weight_format", "int4"), ("kv_cache_dtype", "fp8"),
-)  # fmt: skip
-GPU_ONLY = {("weight_format", "fp8")}  # no CPU multiplies by 8-bit floats
-NEEDS_SEVERAL = {"pd_split", "continuous_batching"}  # says nothing with one stream
 WARM_UP_TOKENS = 4
-MIN_TOKENS = 8
 QUIET_LIMIT_S = 5.0  # how long a stage waits for other programs to end; a desktop is never quite still
 
 ProgressFn = Callable[[str, float], None]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One toggle going to one value."""
-
-    toggle: str
-    value: Any
-
-    @property
-    def name(self) -> str:
-        """For tables and charts, for example "weight_format=int8"."""
-        return f"{self.toggle}={'on' if self.value is True else self.value}"
-
-    @property
-    def several(self) -> bool:
-        """Whether it is measured with several streams."""
-        return self.toggle in NEEDS_SEVERAL
-
-
-def plan(device_type: str) -> list[Stage]:
-    """Stages for "cpu" or "cuda": single-stream ones first, derived from `config.toggles()`."""
-    known = {t.name: t for t in toggles()}
-    named = [Stage(n, v) for n, v in ORDER if n in known and (device_type == "cuda" or (n, v) not in GPU_ONLY)]
-    rest = [t for t in known.values() if t.kind in ("bool", "choice") and t.name not in dict(ORDER)]
-    derived = [Stage(t.name, v) for t in rest for v in (t.choices[1:] or (True,))]
-    return sorted(named + derived, key=lambda stage: stage.several)
 
 
 class _NoEffect(Exception):
@@ -89,8 +69,9 @@ class Climb:
 
     Args:
         engine: with `Optimizations.none()` in force.
-        single: what is measured with one stream.
-        several: what is measured with several; its concurrency becomes `max_num_seqs`.
+        course: what is measured with one stream and with several, whose concurrency becomes `max_num_seqs`. Where it
+            has one of them, all stages are measured with that one, and with one stream those that need several are
+            left out.
         stages: what to switch on, in order; None is `plan()`.
         rounds: how often each stage is measured after; before is measured once more.
         progress: called with what is being measured and the fraction done.
@@ -99,68 +80,74 @@ class Climb:
     def __init__(
         self,
         engine: Any,
-        single: Workload,
-        several: Workload,
+        course: Course,
         *,
         stages: list[Stage] | None = None,
         rounds: int = 1,
         progress: ProgressFn | None = None,
     ) -> None:
-        self.engine, self.rounds = engine, rounds
+        self.engine, self.course, self.rounds = engine, course, rounds
         self.stages = plan(engine.device.type) if stages is None else stages
-        self.workloads = {"single stream": single, "several streams": several}
+        self.workloads = course.workloads
         self.progress = progress or (lambda task, fraction: None)
         self.device = str(engine.device)
         self.done: list[_Measured] = []
         self._steps = self._step = 0
+        self._warm: set[tuple[str, Optimizations]] = set()  # what ran since weights or pool were made
 
     def records(self) -> list[Record]:
         """Run the whole climb. Takes minutes; Ctrl+C stops it between two runs."""
         environment = Environment.now(self.device)
-        self._steps = (len(self.stages) + 1) * (2 * self.rounds + 1)
-        for stage in (s for s in self.stages if not s.several):
-            self._climb_one(stage, "single stream")
-        self._everything()
-        several = [s for s in self.stages if s.several]
-        if several:
-            with self._crowd():
-                for stage in several:
-                    self._climb_one(stage, "several streams")
+        parts = self._parts()
+        self._steps = (sum(map(len, parts.values())) + 1) * (2 * self.rounds + 1)
+        for i, (series, stages) in enumerate(parts.items()):
+            with self._seats() if series == SEVERAL else nullcontext():
+                for stage in stages:
+                    self._climb_one(stage, series)
+                if i == 0:
+                    self._everything(series)
         self.progress("done", 1.0)
         baselines = {m.series: m for m in reversed(self.done) if m.name == BASELINE}
         return [self._record(environment, m, baselines.get(m.series)) for m in self.done]
+
+    def _parts(self) -> dict[str, list[Stage]]:
+        """Series to its stages."""
+        if list(self.workloads) == [SEVERAL]:
+            return {SEVERAL: self.stages}
+        split = {SINGLE: [s for s in self.stages if not s.several], SEVERAL: [s for s in self.stages if s.several]}
+        return {series: split[series] for series in self.workloads}
 
     def _climb_one(self, stage: Stage, series: str) -> None:
         before = {stage.toggle: getattr(self.engine.optimizations, stage.toggle)}
         try:
             a, b = self._compare(stage.name, series, before, {stage.toggle: stage.value})
         except _NoEffect as no_effect:
-            self._switch(before)
+            self._switch(before, series)
             self.done.append(_Measured(stage.name, series, {}, kept=False, note=str(no_effect)))
             return
         previous = next((m for m in reversed(self.done) if m.series == series and m.kept), None)
         if previous is None:
-            a.name, a.note = BASELINE, "everything off" if series == "single stream" else "the single-stream end of it"
+            second = any(m.series != series for m in self.done)
+            a.name, a.note = BASELINE, "the single-stream end of it" if second else "everything off"
             self.done.append(a)
         else:
             previous.runs += a.runs
         b.kept = max(figure(r, series) for r in b.runs) >= min(figure(r, series) for r in a.runs)
         if b.kept:
-            self._switch({stage.toggle: stage.value})
+            self._switch({stage.toggle: stage.value}, series)
         else:
             b.note = "slower in every run: taken back"
         self.done.append(b)
 
-    def _everything(self) -> None:
+    def _everything(self, series: str) -> None:
         """A direct A/B/A of the end against the start, as a check on the product of the stages."""
         best = self.engine.optimizations.as_dict()
         changed = [t for t in toggles() if t.kind in ("bool", "choice") and best[t.name] != t.off]
-        changed = [t for t in changed if t.name not in NEEDS_SEVERAL]
         if not changed:
             return
         on = {t.name: best[t.name] for t in changed}
-        _, b = self._compare(EVERYTHING, "single stream", {t.name: t.off for t in changed}, on)
-        self._switch(on)
+        _, b = self._compare(EVERYTHING, series, {t.name: t.off for t in changed}, on)
+        self._switch(on, series)
         b.note = "all kept stages together, measured directly against the baseline"
         self.done.append(b)
 
@@ -171,7 +158,7 @@ class Climb:
         sides = {"a": _Measured(name, series, before), "b": _Measured(name, series, after)}
 
         def switch(side: str) -> None:
-            self._switch(before if side == "a" else after)
+            self._switch(before if side == "a" else after, series)
             stats = self.engine.stats()
             sides[side].optimizations = self.engine.optimizations.as_dict()
             sides[side].stats = {"weight_gb": stats.weight_bytes / 1e9, "kv_pool_gb": stats.kv_bytes / 1e9}
@@ -186,21 +173,33 @@ class Climb:
         sides["b"].speedup = _median(sides["b"].runs, series) / _median(sides["a"].runs, series)
         return sides["a"], sides["b"]
 
-    def _switch(self, changes: dict[str, Any]) -> None:
+    def _switch(self, changes: dict[str, Any], series: str) -> None:
         """Put settings in force and warm them up; raises `_NoEffect` if that changes nothing here."""
         current = self.engine.optimizations
         wanted = {name: value for name, value in changes.items() if getattr(current, name) != value}
-        if not wanted:
-            return
-        for result in self.engine.apply(**wanted).results.values():
+        results = self.engine.apply(**wanted).results.values() if wanted else ()
+        for result in results:
             if result.status in ("refused", "unchanged") or result.reason.startswith("No effect"):
                 raise _NoEffect(result.reason or "it was in force already")
-        run(self.engine, single_stream(self.workloads["single stream"].prompt_tokens, WARM_UP_TOKENS))
+        if any(result.status == "rebuilt" for result in results):
+            self._warm.clear()
+        setting = (series, self.engine.optimizations)
+        if wanted or setting not in self._warm:
+            run(self.engine, self._warm_up(series, setting))
+            self._warm.add(setting)
+
+    def _warm_up(self, series: str, setting: tuple[str, Optimizations]) -> Workload:
+        """A few tokens of every stream; all of the workload where a GPU captures each batch and length it meets."""
+        workload = self.workloads[series]
+        if self.engine.device.type == "cuda" and setting not in self._warm:
+            return workload
+        outputs = workload.output_tokens[: workload.concurrency]
+        return replace(workload, output_tokens=tuple(min(n, WARM_UP_TOKENS) for n in outputs))
 
     @contextmanager
-    def _crowd(self) -> Iterator[None]:
+    def _seats(self) -> Iterator[None]:
         size = self.engine.optimizations.max_num_seqs
-        self.engine.apply(max_num_seqs=self.workloads["several streams"].concurrency)
+        self.engine.apply(max_num_seqs=self.workloads[SEVERAL].concurrency)
         try:
             yield
         finally:
@@ -208,23 +207,26 @@ class Climb:
 
     def _record(self, environment: Environment, m: _Measured, baseline: _Measured | None) -> Record:
         workload = self.workloads[m.series]
+        prompt_tokens = max((r.prompt_tokens for r in m.runs), default=workload.prompt_tokens)
         conditions = {
             "model": self.engine.config.model,
             "weight_format": m.optimizations.get("weight_format"),
             "kv_cache_dtype": m.optimizations.get("kv_cache_dtype"),
             "batch": workload.concurrency,
-            "prompt_tokens": workload.prompt_tokens,
+            "prompt_tokens": prompt_tokens,
             "output_tokens": max(workload.output_tokens),
-            "context": workload.prompt_tokens + max(workload.output_tokens) // 2,
+            "context": prompt_tokens + max(workload.output_tokens) // 2,
             "toggles": m.optimizations,
             "series": m.series,
             "stage": m.name,
             "kept": m.kept,
+            **self.course.conditions,
         }
         figures = [figure(r, m.series) for r in m.runs]
+        folder = self.course.letter or ("several" if m.series == SEVERAL else "")
         return environment.record(
-            f"climb/{m.name}" if m.series == "single stream" else f"climb/several/{m.name}",
-            script=SCRIPT,
+            "/".join(part for part in ("climb", folder, m.name) if part),
+            script=self.course.script,
             conditions=conditions,
             metrics=self._metrics(m, baseline) if m.runs else {},
             spread=Spread.of(figures) if figures else None,
@@ -241,12 +243,21 @@ class Climb:
             "itl_p99_ms": middle.itl_p99_ms,
             "speedup_vs_before": m.speedup,
             "speedup_vs_baseline": _median(m.runs, m.series) / _median(baseline.runs, m.series) if baseline else 1.0,
+            **({} if (ratio := self._ratio_to_bf16(m)) is None else {"ratio_to_bf16": ratio}),
             **m.stats,
         }
-        if m.series != "single stream":
+        if m.series != SINGLE:
             per_stream = None if middle.tpot_ms is None else 1e3 / middle.tpot_ms
             return shared | {"tok_s_per_stream": per_stream}
         return shared | {"tok_s_per_stream": shared["output_tok_s"], **self._roofline(m.name, m.runs, middle)}
+
+    def _ratio_to_bf16(self, m: _Measured) -> float | None:
+        """Of a weight format's figure to that of bf16 weights with all else equal; None where that was not measured."""
+        if not m.name.startswith("weight_format="):
+            return None
+        wanted = m.optimizations | {"weight_format": "bf16"}
+        bf16 = [x for x in self.done if x.series == m.series and x.optimizations == wanted and x.runs]
+        return _median(m.runs, m.series) / _median(bf16[-1].runs, m.series) if bf16 else None
 
     def _roofline(self, name: str, runs: list[Run], middle: Run) -> dict[str, Any]:
         """Distance of the median run from the memory roofline; the rule holds for the fastest run too."""
@@ -267,7 +278,7 @@ class Climb:
 
 def figure(run: Run, series: str) -> float:
     """The main figure of a run, tok/s: decode rate of one stream, or everything over the whole time of a crowd."""
-    if series == "single stream":
+    if series == SINGLE:
         assert run.decode_tok_s is not None, "a run of fewer than three tokens has no decode rate"
         return run.decode_tok_s
     return run.total_tok_s
@@ -284,10 +295,13 @@ def climb(
     prompt_tokens: int = 128,
     streams: int = 4,
     rounds: int = 2,
+    workload: str | None = None,
+    scale: float | None = None,
+    cold: int | None = None,
     progress: ProgressFn | None = None,
     **options: Any,
 ) -> list[Record]:
-    """Climb with one engine and return a record per stage.
+    """Climb with one engine and return a record per stage, and one of the cold starts.
 
     Args:
         model: as `LLMEngine` takes it.
@@ -295,6 +309,9 @@ def climb(
         prompt_tokens: prompt tokens of a run.
         streams: concurrent requests of the several-streams part.
         rounds: B runs per stage.
+        workload: "A", "B" or "C" measures an article's workload; `tokens`, `prompt_tokens` and `streams` are unused.
+        scale: shortens that workload; None is 1.0 on a GPU and on a CPU what it does in a few minutes.
+        cold: new engines whose first run is measured after the climb; None is 3 for B and otherwise 0.
         progress: called with a task and a fraction.
         **options: more engine options, for example `device` or `block_size`.
 
@@ -308,8 +325,26 @@ def climb(
             raise ConfigError(
                 f"{t.name}={options[t.name]!r} cannot be fixed in a climb, which measures it; leave it out"
             )
-    if tokens < MIN_TOKENS:
-        raise ConfigError(f"tokens={tokens} must be at least {MIN_TOKENS} for a decode rate; try 64")
+    course = default_course(model, tokens, prompt_tokens, streams)
+    if workload is not None:
+        check_article(workload, scale)
+        course = article_course(model, workload, scale or 1.0)
+    elif scale is not None:
+        raise ConfigError(f"scale={scale:g} shortens a workload of the articles; add --workload A, B or C")
+    if "num_kv_blocks" not in options and "gpu_memory_utilization" not in options:
+        options["num_kv_blocks"] = pool_blocks(course, options.get("block_size"))
     with LLMEngine(model, optimizations=Optimizations.none(), **options) as engine:
-        several = uneven(streams, max(8, prompt_tokens // 4), tokens)
-        return Climb(engine, single_stream(prompt_tokens, tokens), several, rounds=rounds, progress=progress).records()
+        if workload is not None and scale is None:
+            runs = (len(plan(engine.device.type)) + 1) * (2 * rounds + 1)
+            course = article_course(model, workload, fitting_scale(engine, workload, runs))
+        for each in course.workloads.values():
+            check_room(engine, each)
+        records = Climb(engine, course, rounds=rounds, progress=progress).records()
+    count = cold if cold is not None else COLD_STARTS_B if workload == "B" else 0
+    if count:
+
+        def again() -> Any:
+            return LLMEngine(model, optimizations=best_of(records), **options)
+
+        records.append(cold_starts(again, course, count, figure))
+    return records

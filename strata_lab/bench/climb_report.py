@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from strata_lab.bench.climb_plan import SEVERAL, SINGLE
 from strata_lab.bench.svg import HATCH, Column, columns, number
 from strata_lab.config import toggles
 
@@ -23,23 +24,40 @@ ARTICLE_CLIMB = (
     (58, "start", ""), (80, "CUDA graph", "fused"), (95, "PD split", ""), (130, "continuous", "batching, FP8 KV"),
     (150, "batch tokens", "512 to 768"), (240, "speculative", "decoding"),
 )  # fmt: skip
+# Article C's weight formats at batch 8, x over FP16 in total tokens per second: its claim, on the same card.
+ARTICLE_FORMATS = {"fp8": 2.02, "int8": 1.86, "int4": 3.52}
 FORMULAS = (
     ("decode tok/s", "tokens / seconds over the steps in which every stream decodes and nothing is prefilled"),
     ("prefill tok/s", "prompt tokens / time to first token (one request alone)"),
     ("total tok/s", "all output tokens / time from the first request to the last token, prefill included"),
     ("x before", "median of the runs with the toggle / median of the runs without it, in the same A/B/A"),
     ("x baseline", "median of the stage / median of the baseline"),
+    ("x bf16", "median of a weight format / median of bf16 weights, all other toggles equal, in the same climb"),
     ("bytes per step", "all weights once + the KV cache of the context (experts: E (1 - (1 - k/E)^T) of E)"),
     ("roofline", "measured read bandwidth / bytes per step; % roofline = achieved bytes per second / bandwidth"),
 )
+FORMATS_NOTE = f"The article's are its claim, for another model on an {ARTICLE_HARDWARE}: nothing of it was measured."
 Rec = Mapping[str, Any]
 
 
 def split(records: Sequence[Rec]) -> tuple[list[Rec], list[Rec], list[Rec]]:
-    """Single-stream stages, the direct check of everything, several-streams stages."""
-    single = [r for r in records if r["conditions"]["series"] == "single stream"]
-    check = [r for r in single if r["conditions"]["stage"] == "everything"]
-    return [r for r in single if r not in check], check, [r for r in records if r not in single]
+    """Single-stream stages, the direct check of everything, several-streams stages (with theirs, if there is one)."""
+    single = [r for r in records if r["conditions"]["series"] == SINGLE]
+    check = [r for r in single if _is_check(r)]
+    several = [r for r in records if r["conditions"]["series"] == SEVERAL]
+    return [r for r in single if r not in check], check, several
+
+
+def _is_check(r: Rec) -> bool:
+    return bool(r["conditions"]["stage"] == "everything")
+
+
+def _main(records: Sequence[Rec]) -> tuple[list[Rec], list[Rec]]:
+    """Stages and direct check of the series that the climb is about: one stream, unless only several were measured."""
+    single, check, several = split(records)
+    if single:
+        return single, check
+    return [r for r in several if not _is_check(r)], [r for r in several if _is_check(r)]
 
 
 def text_table(records: Sequence[Rec]) -> Any:
@@ -59,29 +77,35 @@ def text_table(records: Sequence[Rec]) -> Any:
         for row in rows:
             table.add_row(*(_cell(row, head) for head in heads))
         tables.append(table)
-    return Group(*tables, _hardware_line(records[0]))
+    cold = [f"{text}\n" for text in map(_cold, records) if text]
+    return Group(*tables, *cold, _hardware_line(records[0]))
 
 
 def html_page(records: Sequence[Rec]) -> str:
     """The page as text."""
     single, check, several = split(records)
-    title = f"The climb: {single[0]['conditions']['model']}"
+    stages, direct = _main(records)
+    title = f"The climb: {stages[0]['conditions']['model']}"
     body = [
-        f"<header><h1>{escape(title)}</h1><p class=lead>{_headline(single, check)}</p>{_facts(records[0])}</header>",
-        _section(
-            "One stream, decode", _single_note(single), columns("decode", "tok/s", _columns(single, roofline=True))
-        ),
-        _section(
-            "One stream, prefill",
-            "Reading the prompt is bound by arithmetic, not by memory, so it is its own chart.",
-            columns("prefill", "tok/s", _columns(single, "prefill_tok_s")),
-        ),
+        f"<header><h1>{escape(title)}</h1><p class=lead>{_headline(stages, direct)}</p>{_facts(records[0])}</header>"
     ]
+    if single:
+        chart = columns("decode", "tok/s", _columns(single, roofline=True))
+        body.append(_section("One stream, decode", _single_note(single), chart))
+        note = "Reading the prompt is bound by arithmetic, not by memory, so it is its own chart."
+        body.append(
+            _section("One stream, prefill", note, columns("prefill", "tok/s", _columns(single, "prefill_tok_s")))
+        )
     if several:
-        note = f"{_conditions(several[0])}; requests of uneven length, all streams added up. Not comparable with above."
-        body.append(_section("Several streams, in total", note, columns("total", "tok/s", _columns(several))))
-    body.append(_articles(single))
-    body.append(_section("Every figure", _conditions(single[0]), _table([*single, *check])))
+        mix = "Not comparable with above." if single else "Hatched: lost against the stage before and was taken back."
+        note = f"{_conditions(several[0])}; all streams added up, prefill included. {mix}"
+        chart = columns("total", "tok/s", _columns([r for r in several if not _is_check(r)]))
+        body.append(_section("Several streams, in total", note, chart))
+    body += [_section("Cold starts", text, "") for text in map(_cold, records) if text]
+    body += _formats(records)
+    body.append(_articles(stages))
+    if single:
+        body.append(_section("Every figure", _conditions(single[0]), _table([*single, *check])))
     if several:
         body.append(_section("Every figure, several streams", _conditions(several[0]), _table(several)))
     formulas = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in FORMULAS)
@@ -102,10 +126,12 @@ def _section(title: str, note: str, content: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{paragraph}<div class=scroll>{content}</div></section>"
 
 
-def _headline(single: Sequence[Rec], check: Sequence[Rec]) -> str:
-    first = single[0]["metrics"]["output_tok_s"]
-    last = next(r for r in reversed(single) if r["conditions"]["kept"])["metrics"]["output_tok_s"]
-    text = f"<b>{number(first)}</b> to <b>{number(last)} tok/s</b>, one stream: <b>{last / first:.1f}x</b>"
+def _headline(stages: Sequence[Rec], check: Sequence[Rec]) -> str:
+    first = stages[0]["metrics"]["output_tok_s"]
+    last = next(r for r in reversed(stages) if r["conditions"]["kept"])["metrics"]["output_tok_s"]
+    c = stages[0]["conditions"]
+    what = "one stream" if c["series"] == SINGLE else f"{c['batch']} streams in total"
+    text = f"<b>{number(first)}</b> to <b>{number(last)} tok/s</b>, {what}: <b>{last / first:.1f}x</b>"
     if check:
         text += f" ({check[0]['metrics']['speedup_vs_before']:.1f}x when both ends are measured side by side)"
     return text
@@ -206,6 +232,34 @@ def _articles(single: Sequence[Rec]) -> str:
     return _section(f"Beside it: the articles' climb, claimed on an {ARTICLE_HARDWARE}", note, chart + table)
 
 
+def _formats(records: Sequence[Rec]) -> list[str]:
+    """Article C's weight formats beside ours, where that workload was measured; a list of at most one section."""
+    here = {r["conditions"]["weight_format"]: r for r in records if r["metrics"].get("ratio_to_bf16") is not None}
+    if records[0]["conditions"].get("workload") != "C" or not here:
+        return []
+    rows = "".join(
+        f"<tr><td>{name}</td><td>{_cell(here[name], 'x bf16') if name in here else ''}</td><td>{claim:.2f}</td></tr>"
+        for name, claim in ARTICLE_FORMATS.items()
+    )
+    heads = "<tr><th>weights</th><th>x bf16, measured here</th><th>x FP16, article's claim</th></tr>"
+    table = f"<table class=ratios><thead>{heads}</thead><tbody>{rows}</tbody></table>"
+    note = f"Total tokens per second at batch {records[0]['conditions']['batch']}. {FORMATS_NOTE}"
+    return [_section("Weight formats", note, table)]
+
+
+def _cold(r: Rec) -> str:
+    """The cold starts as a sentence; empty for any other record."""
+    if r["conditions"]["series"] != "cold starts":
+        return ""
+    m, s = r["metrics"], r["spread"]
+    loads, firsts = m["load_s_each"], m["first_ttft_ms_each"]
+    return (
+        f"{s['runs']} cold starts ({r['note']}): loaded in {min(loads):.1f} to {max(loads):.1f} s, first token of the "
+        f"first run after {min(firsts):.0f} to {max(firsts):.0f} ms; then {number(s['min'])} to "
+        f"{number(s['max'])} tok/s"
+    )
+
+
 def _table(rows: Sequence[Rec]) -> str:
     heads = _heads(rows)
     head = "".join(f"<th>{escape(h)}</th>" for h in heads)
@@ -217,7 +271,8 @@ def _table(rows: Sequence[Rec]) -> str:
 
 
 def _heads(rows: Sequence[Rec]) -> list[str]:
-    single = rows[0]["conditions"]["series"] == "single stream"
+    single = rows[0]["conditions"]["series"] == SINGLE
+    ratio = ["x bf16"] if any("ratio_to_bf16" in r["metrics"] for r in rows) else []
     rate = ["decode tok/s", "spread"] if single else ["total tok/s", "spread"]
     roof = ["% roofline", "read GB/s", "prefill tok/s"] if single else ["tok/s per stream"]
     return [
@@ -225,6 +280,7 @@ def _heads(rows: Sequence[Rec]) -> list[str]:
         *rate,
         "x before",
         "x baseline",
+        *ratio,
         *roof,
         "TTFT ms",
         "TPOT ms",
@@ -254,6 +310,7 @@ _CELLS = {
     "decode tok/s": ("output_tok_s", "{:.1f}"),
     "total tok/s": ("output_tok_s", "{:.1f}"),
     "x before": ("speedup_vs_before", "{:.2f}"),
+    "x bf16": ("ratio_to_bf16", "{:.2f}"),
     "x baseline": ("speedup_vs_baseline", "{:.2f}"),
     "% roofline": ("mbu", "{:.0%}"),
     "read GB/s": ("read_gb_s", "{:.1f}"),
@@ -268,8 +325,14 @@ _CELLS = {
 
 def _conditions(r: Rec) -> str:
     c = r["conditions"]
+    article = ""
+    if c.get("workload"):
+        scale = c["scale"]
+        shortened = "" if scale == 1.0 else f" shortened to {scale:g} of its length for this machine"
+        article = f"workload {c['workload']} of the articles{shortened}, "
     return (
-        f"{c['model']}, {c['batch']} at a time, {c['prompt_tokens']} tokens in, up to {c['output_tokens']} out, greedy"
+        f"{c['model']}, {article}{c['batch']} at a time, {c['prompt_tokens']} tokens in, up to {c['output_tokens']} "
+        "out, greedy"
     )
 
 
