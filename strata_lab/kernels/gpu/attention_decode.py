@@ -3,13 +3,14 @@
 `decode` is `paged_attention` for max_q_len 1. `decode_fused` takes the QKV product and does everything up to the output
 projection: norm and rotation of q and k, the cache write and attention, with the arithmetic of `kv_write.py`.
 
-A program takes one request, one KV head (with its whole group of query heads, so that K and V cross the bus once) and a
-run of tiles of the cache. At 512 tokens and 4 KV heads all of K and V is 512 KB: what counts is latency, not bytes.
-So a program loads its first tile, which earlier steps wrote, before it waits for the kernel that computes q; later
-tiles are loaded into registers one tile ahead. How many programs there are depends on shapes alone; how many of them
-work, and on how many tiles, on the request's length: the rest leave at once. Each leaves its maximum, sum and weighted
-values in float32, and the last one of a head to arrive adds them up in a fixed order, so that the result does not
-depend on who that was. The new token belongs to the last part: its key and value are used as stored, from registers.
+A program takes one request, one KV head (with its whole group of query heads, so that K and V cross the bus once) and
+a run of tiles of the cache. At 512 tokens and 4 KV heads all of K and V is 512 KB: what counts is latency, not bytes.
+So a program loads its first tile, which earlier steps wrote, before it waits for the kernel that computes q, and
+converts it while q is on its way; later tiles come through a pipeline in shared memory. How many programs there are
+depends on shapes alone; how many of them work, and on how many tiles, on the request's length: the rest leave at once.
+Each leaves its maximum, sum and weighted values in float32, and the last one of a head to arrive adds them up in a
+fixed order, so that the result does not depend on who that was. The new token belongs to the last part: its key and
+value are used as stored, from registers.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -33,7 +34,8 @@ from strata_lab.kernels.gpu.kv_write import rms_factor, rotated, stored
 
 ROWS = 16  # query heads of a group, padded to the smallest tile of tl.dot
 MAX_SPLITS = 64
-COMBINED_REGISTERS = 64  # of a thread, for partial results that are added up together
+MAX_CHUNK = 16  # partial results that are loaded at once and added up
+COMBINED_REGISTERS = 64  # of a thread, for them
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,11 @@ LONG = 4096  # tokens from which on the bytes in flight of later tiles are worth
 def decode_config(batch: int, kv_heads: int, max_tokens: int, wide: bool, sms: int) -> DecodeConfig:
     """`wide`: products are in float32. The splits cover the card when the tables are full."""
     wanted = max(round(PROGRAMS_PER_SM * sms / (batch * kv_heads)), 1)
-    tile, num_stages = (32, 2) if wide else (64, 5 if max_tokens > LONG else 3)
-    return DecodeConfig(tile, min(wanted, triton.cdiv(max_tokens, tile), MAX_SPLITS), num_stages=num_stages)
+    tile = 32 if wide else 64
+    splits = min(wanted, triton.cdiv(max_tokens, tile), MAX_SPLITS)
+    if wide:
+        return DecodeConfig(tile, splits, num_warps=8, num_stages=2)
+    return DecodeConfig(tile, splits, num_stages=5 if max_tokens > LONG else 3)
 
 
 @triton.jit
@@ -240,7 +245,7 @@ def _launch(
     fused: tuple[Tensor | None, ...] = (None,) * 5,
 ) -> Tensor:  # fmt: skip
     _, block_size, kv_heads, width = k_cache.shape
-    assert k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
+    assert k_cache.stride() == v_cache.stride() and k_cache.stride()[2:] == (width, 1), k_cache.stride()
     batch, group, device = seq_lens.shape[0], q_heads // kv_heads, x.device
     dot, precision = operand(x.dtype, k_cache.dtype)
     max_tokens = tables.shape[1] * block_size
@@ -253,7 +258,7 @@ def _launch(
         arrivals = counters(device, batch * kv_heads)
     half_padded, padded_width = max(triton.next_power_of_2(width // 2), 16), max(triton.next_power_of_2(width), 16)
     per_part = triton.next_power_of_2(group) * padded_width // (32 * c.num_warps)  # registers of a thread
-    chunk = min(max(COMBINED_REGISTERS // max(per_part, 1), 1), c.splits)
+    chunk = min(max(COMBINED_REGISTERS // max(per_part, 1), 1), c.splits, MAX_CHUNK)
     _attention_decode_kernel[(kv_heads, batch, c.splits)](
         x, out, k_cache, v_cache, tables, seq_lens, *fused, acc, stats, arrivals, eps, scale, k_scale, v_scale,
         x.stride(0), tables.stride(0), k_cache.stride(0), k_cache.stride(1), group, kv_heads, width, half_padded,

@@ -129,7 +129,7 @@ def prefill(
     """`paged_attention` of q [T, H, D] for any query lengths."""
     tokens, heads, width = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
-    assert k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
+    assert k_cache.stride() == v_cache.stride() and k_cache.stride()[2:] == (width, 1), k_cache.stride()
     q, batch, group = q.contiguous(), seq_lens.shape[0], heads // kv_heads
     out = torch.empty_like(q)
     dot, precision = operand(q.dtype, k_cache.dtype)
