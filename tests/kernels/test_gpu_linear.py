@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -63,10 +67,8 @@ def _assert_close(result: Tensor, expected: Tensor, tolerance: float) -> None:
         (4, 20, 72, ("bias", "residual")),
         (5, 33, 576, ALL),
         (9, 20, 72, ()),
-        (16, 20, 72, ("bias", "norm")),
         (17, 40, 72, ("norm", "gate", "residual")),
         (130, 20, 72, ALL),
-        (130, 33, 72, ()),
     ],
 )
 def test_product_equals_definition_in_float32(
@@ -77,8 +79,17 @@ def test_product_equals_definition_in_float32(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("t", "parts"), [(1, ALL), (3, ()), (7, ALL), (20, ("norm", "gate")), (130, ("norm", "bias"))])
+@pytest.mark.parametrize(
+    ("dtype", "t", "parts"),
+    [
+        (torch.bfloat16, 1, ALL),
+        (torch.bfloat16, 3, ()),
+        (torch.bfloat16, 7, ALL),
+        (torch.float16, 2, ("norm",)),
+        (torch.float16, 20, ("norm", "gate")),
+        (torch.bfloat16, 130, ("norm", "bias")),
+    ],
+)
 def test_product_rounds_once_or_twice_in_half_precision(
     name: str, dtype: torch.dtype, t: int, parts: tuple[str, ...], device: torch.device
 ) -> None:
@@ -127,8 +138,7 @@ def test_narrow_products_keep_to_a_thousandth_whatever_the_range_of_x(
     assert torch.equal(out[1], torch.zeros(8, device=device))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("parts", [ALL, ("residual",)], ids=["everything", "residual"])
+@pytest.mark.parametrize(("name", "parts"), [("fp8", ALL), ("int4", ("residual",))])
 def test_split_products_are_added_up_and_can_be_repeated(
     name: str, parts: tuple[str, ...], device: torch.device
 ) -> None:
@@ -176,3 +186,38 @@ def test_reference_shapes(name: str, t: int, n: int, k: int, device: torch.devic
     for dtype in (torch.bfloat16, torch.float32):
         inputs = _inputs(name, t, n, k, ("norm", "residual"), device, dtype)
         _assert_close(linear_triton(**inputs), _expected(inputs), TOLERANCE[dtype])
+
+
+_COMPILE = """
+import json, re
+from strata_lab.kernels.gpu import aot, linear
+wanted = {"fp8-qkv-moe-1", "fp8-qkv-moe-16", "int8-down-4", "int4-gate-up-1", "int4-odd-1", "bf16-o-16"}
+launches = []
+for name, call in linear.aot_cases():
+    if name in wanted:
+        with aot.caught(launches):
+            call()
+reports, runs = [], []
+for launch in launches:
+    report = aot.report(launch.kernel.__name__, launch, 89)
+    reports.append([report.case, report.spilled_bytes, report.shared_bytes <= aot.MAX_SHARED_BYTES])
+    text = aot.compiled(launch, 89).asm["ttgir"]
+    per_thread = dict(re.findall(r"(#\\w+) = #ttg.blocked<.sizePerThread = \\[1, (\\d+)\\]", text))
+    for line in text.splitlines():
+        if "dp4a" in line:
+            runs.append(int(per_thread[re.findall(r"xi8, (#\\w+)>", line)[0]]))
+print(json.dumps([reports, runs]))
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_card_that_is_not_there_without_spills_and_with_words_of_a_row_kept_whole() -> None:
+    """The integer dot products take four columns in a row for a word: so the compiler must have laid them out."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", _COMPILE]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    reports, runs = json.loads(run.stdout)
+    assert {case for case, *_ in reports} == {"gemv_kernel", "dot_kernel"}
+    assert all(spilled == 0 and fits for _, spilled, fits in reports), reports
+    assert runs
+    assert all(columns % 4 == 0 for columns in runs), runs

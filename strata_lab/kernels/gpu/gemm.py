@@ -19,11 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from strata_lab.kernels.gpu import launch
-from strata_lab.kernels.gpu.gemv_math import codes_as_floats, e4m3_as_bf16
+from strata_lab.kernels.gpu.gemv import REFERENCE_SMS
+from strata_lab.kernels.gpu.gemv_math import codes_as_floats, e4m3_as_bf16, prefetch
 from strata_lab.quant.base import LinearWeight
 
 MAX_ROWS = 128  # of x; from there on arithmetic is what takes time, and cuBLAS is better at it
 FUSED_NORM_ROWS = 16  # beyond, every program would spend more on normalizing x than one small kernel before it
+PREFETCH_LINES = 8  # of 128 bytes per weight row, requested before the kernel before has finished
 MAX_COUNTERS = 1 << 14  # output tiles of a split product
 
 
@@ -122,7 +124,7 @@ def dot_kernel(
     x_ptr, w_ptr, scale_ptr, min_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr, partial_ptr, counter_ptr, T, N, eps,
     K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, SILU: tl.constexpr, DOT: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    PREFETCH: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j, s): output rows i*BLOCK_N.. for x rows j*BLOCK_T.., share s of the columns."""
     HALVES: tl.constexpr = 2 if FORMAT == "int4" else 1
@@ -134,6 +136,14 @@ def dot_kernel(
     cols = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     share = tl.program_id(2)
 
+    if PDL:  # its own first steps from memory to L2 while the kernel before this one still runs
+        LINE: tl.constexpr = 128 * 8 // w_ptr.dtype.element_ty.primitive_bitwidth  # elements of a line of the cache
+        WIDTH: tl.constexpr = (K + 31) // 32 * 16 if FORMAT == "int4" else K
+        ahead = share * (SHARE * BLOCK_K // HALVES) + tl.arange(0, PREFETCH)[None, :] * LINE
+        ahead = tl.minimum(ahead, WIDTH - 1)
+        prefetch(w_ptr + rows * WIDTH + ahead)
+        if SILU:
+            prefetch(w_ptr + (rows + outputs) * WIDTH + ahead)
     launch.wait(PDL)
     launch.trigger(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -206,7 +216,7 @@ def normalize_kernel(x_ptr, norm_ptr, out_ptr, eps, K: tl.constexpr, BLOCK: tl.c
 def default_config(weight: LinearWeight, t: int, dtype: torch.dtype, silu_mul: bool, sms: int) -> DotConfig:
     """Tiles for `t` rows of x. Tunable: every valid configuration is right."""
     n, k = weight.shape
-    block_t = min(max(16, triton.next_power_of_2(t)), 64 if dtype == torch.float32 else 128)
+    block_t = min(max(16, triton.next_power_of_2(t)), 64)  # 128 spills on sm_89 and sm_120
     block_k = 32 if dtype == torch.float32 else 64 if block_t > 32 or weight.data.element_size() > 1 else 128
     tiles = -(-(n // 2 if silu_mul else n) // 64)
     steps = -(-k // block_k)
@@ -228,7 +238,8 @@ def dot(
     """`linear_triton` for contiguous rows x [T, K] into `out`, whose dtype the result is rounded to."""
     t, k = x.shape
     n = weight.shape[0]
-    c = config or default_config(weight, t, x.dtype, silu_mul, launch.num_sms(x.device))
+    sms = launch.num_sms(x.device) if x.is_cuda else REFERENCE_SMS
+    c = config or default_config(weight, t, x.dtype, silu_mul, sms)
     if norm_weight is not None and t > FUSED_NORM_ROWS:
         x, norm_weight = normalized(x, norm_weight, norm_eps), None
     tiles = (-(-(n // 2 if silu_mul else n) // c.block_n), -(-t // c.block_t))
@@ -241,8 +252,8 @@ def dot(
     dot_kernel[(*tiles, c.split)](
         x, weight.data, weight.scales, weight.mins, bias, norm_weight, residual, out, partial, counters, t, n, norm_eps,
         K=k, FORMAT=weight.format, GROUP=weight.group_size, BLOCK_N=c.block_n, BLOCK_T=c.block_t, BLOCK_K=c.block_k,
-        SPLIT=c.split, SILU=silu_mul, DOT=launch.dot_dtype(x.dtype), ASM=not launch.INTERPRETED,
-        **launch.options(x.device, num_warps=c.num_warps, num_stages=c.num_stages),
+        SPLIT=c.split, SILU=silu_mul, DOT=launch.dot_dtype(x.dtype), PREFETCH=PREFETCH_LINES,
+        ASM=not launch.INTERPRETED, **launch.options(x.device, num_warps=c.num_warps, num_stages=c.num_stages),
     )  # fmt: skip
 
 

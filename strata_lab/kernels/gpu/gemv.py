@@ -173,6 +173,7 @@ def gemv_kernel(
             total = tl.zeros([ROWS, LANES], tl.float32)
             sq = square[t]
             if INT:
+                count = tl.zeros([LANES], tl.int32)
                 x = shared[(t * CHUNKS + c) * HALVES]
                 amax = tl.max(tl.reshape(tl.abs(x), [LANES, VEC]), axis=1)
                 if HALVES == 2:
@@ -185,6 +186,7 @@ def gemv_kernel(
                         x = (x * inverse[t]).to(tl.float16)
                     if INT:
                         x, unit = rounded(x, amax)
+                        count += tl.sum(tl.reshape(x.to(tl.int32), [LANES, VEC]), axis=1)
                     x = tl.broadcast_to(x[None, :], [ROWS, CHUNK // HALVES])
                 else:
                     x = _columns(x_ptr + t * K, c, h, ROWS, CHUNK, K, HALVES).to(tl.float32)
@@ -200,8 +202,7 @@ def gemv_kernel(
             if INT:
                 units += (tl.broadcast_to(unit[None, :], [ROWS, LANES]),)
                 if min_ptr is not None:
-                    total = int_dot(None, xs[4 * t], xs[4 * t + 1], xs[4 * t + 2], xs[4 * t + 3], "ones", ASM)
-                    total = total.to(tl.float32)
+                    total = tl.broadcast_to(count.to(tl.float32)[None, :], [ROWS, LANES])
             sums += (total,)
             squares += (sq,)
         square = squares
@@ -274,10 +275,10 @@ def default_config(weight: LinearWeight, t: int, norm: bool, silu_mul: bool, sms
     n, k = weight.shape
     outputs = n // 2 if silu_mul else n
     columns = _columns_per_load(weight)
-    lanes = 4
-    while -(-k // (lanes * columns)) > MAX_CHUNKS:
+    lanes = 8
+    while -(-k // (lanes * columns)) > (MAX_CHUNKS if t <= 2 else 3):  # more rows of x leave fewer registers
         lanes *= 2
-    pieces = 4 if outputs >= LONG and t == 1 else 2 if silu_mul or t <= 2 else 1
+    pieces = 4 if outputs >= LONG and t == 1 and weight.format != "bf16" else 2 if silu_mul or t <= 2 else 1
     best, best_waste = (1, 1), float("inf")
     for warps, count in ((8, pieces), (4, pieces), (8, 1), (4, 1)):
         if count < (2 if silu_mul else 1):
@@ -316,10 +317,13 @@ def gemv(
     outs = config.rows * config.pieces // (2 if silu_mul else 1)
     grid = (-(-(n // 2 if silu_mul else n) // outs),)
     narrow = config.share and x.dtype != torch.float32
+    words = k % vec == 0 or weight.format == "int4"  # else rows start off the 16 bytes that `int_dot` relies on
+    words = words and weight.data.data_ptr() % LOAD_BYTES == 0
     gemv_kernel[grid](
         x, weight.data, weight.scales, weight.mins, bias, norm_weight, residual, out, n, norm_eps,
         T=t, K=k, FORMAT=weight.format, GROUP=weight.group_size, VEC=vec,
         ROWS=config.rows, CHUNK=config.chunk, PIECES=config.pieces, PRELOAD=min(config.preload, -(-k // config.chunk)),
         SILU=silu_mul, SHARE=config.share, HALF=HALF_CHAIN if narrow and weight.format == "fp8" else 0,
-        INT=narrow and weight.group_size > 0, ASM=not launch.INTERPRETED, **launch.options(x.device, num_warps=warps),
+        INT=narrow and words and weight.group_size > 0, ASM=not launch.INTERPRETED,
+        **launch.options(x.device, num_warps=warps),
     )  # fmt: skip

@@ -23,6 +23,19 @@ def now(tile, ASM: tl.constexpr):
 
 
 @triton.jit
+def prefetch(pointers):
+    """Ask for the lines these pointers are in to be brought to L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def per_lane(tile, VEC: tl.constexpr):
     """[rows, lanes * VEC] -> [rows, lanes]: each thread sums what it holds."""
     return tl.sum(tl.reshape(tile, [tile.shape[0], tile.shape[1] // VEC, VEC]), axis=2)
@@ -150,7 +163,7 @@ def rounded(x, amax):
     """x [lanes * 16] as int16 tile and its unit [lanes]: 2^15 - 2^8 of them are the lane's largest magnitude `amax`."""
     unit = tl.maximum(amax, 1e-30) * (1.0 / 32512.0)
     lanes = tl.reshape(x, [amax.shape[0], 16])
-    q = (lanes / unit[:, None] + 32768.5).to(tl.int32) - 32768  # rounds: the cast cuts what is positive
+    q = (lanes * (1.0 / unit)[:, None] + 32768.5).to(tl.int32) - 32768  # rounds: the cast cuts what is positive
     return tl.reshape(q, x.shape).to(tl.int16), unit
 
 
@@ -177,7 +190,7 @@ def planes(q, ASM: tl.constexpr):
 def int_dot(w, low, high, low1, high1, FORMAT: tl.constexpr, ASM: tl.constexpr):
     """Per lane sum of codes times x, exact int32 [rows, lanes]; int4: `low1`, `high1` belong to the high nibbles.
 
-    FORMAT "ones" takes every code for 1, as int4's.
+    Relies on a thread holding runs of four columns of w, as 16-byte loads of it leave them (a test looks).
     """
     if ASM:  # four products an instruction; the sum of a word's products stands in the first of its four elements
         if FORMAT == "int8":
@@ -198,7 +211,7 @@ def int_dot(w, low, high, low1, high1, FORMAT: tl.constexpr, ASM: tl.constexpr):
                 is_pure=False,
                 pack=4,
             )
-        elif FORMAT == "int4":
+        else:
             parts = tl.inline_asm_elementwise(
                 """{
                 .reg .b32 a, b, l, h;
@@ -221,33 +234,8 @@ def int_dot(w, low, high, low1, high1, FORMAT: tl.constexpr, ASM: tl.constexpr):
                 is_pure=False,
                 pack=4,
             )
-        else:
-            parts = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 l, h;
-                dp4a.u32.u32 l, $4, 0x01010101, 0;
-                dp4a.u32.u32 l, $6, 0x01010101, l;
-                dp4a.s32.s32 h, $5, 0x01010101, 0;
-                dp4a.s32.s32 h, $7, 0x01010101, h;
-                shl.b32 h, h, 8;
-                add.s32 $0, l, h;
-                mov.b32 $1, 0;
-                mov.b32 $2, 0;
-                mov.b32 $3, 0;
-                }""",
-                "=r,=r,=r,=r,r,r,r,r",
-                [low, high, low1, high1],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=4,
-            )
     else:
         x = low.to(tl.int32) + high.to(tl.int32) * 256
         x1 = low1.to(tl.int32) + high1.to(tl.int32) * 256
-        if FORMAT == "int8":
-            parts = w.to(tl.int32) * x
-        elif FORMAT == "int4":
-            parts = (w & 15).to(tl.int32) * x + (w >> 4).to(tl.int32) * x1
-        else:
-            parts = x + x1
+        parts = w.to(tl.int32) * x if FORMAT == "int8" else (w & 15).to(tl.int32) * x + (w >> 4).to(tl.int32) * x1
     return per_lane(parts, 16)
