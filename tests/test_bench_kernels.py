@@ -158,7 +158,15 @@ def test_a_record_holds_operators_and_conditions() -> None:
     assert record["name"] == f"kernels/{MOE}/x1" and record["conditions"]["layers_built"] == 4
     assert record["metrics"]["mbu"] == pytest.approx(0.25)
     assert record["metrics"]["operators"] == [
-        {"label": "linear", "calls": 40, "us": 5.0, "nbytes": 2_500_000, "share": 0.5, "from_cache": False}
+        {
+            "label": "linear",
+            "calls": 40,
+            "us": 5.0,
+            "nbytes": 2_500_000,
+            "share": 0.5,
+            "from_cache": False,
+            "router_bytes": 0,
+        }
     ]
     json.dumps(record)
 

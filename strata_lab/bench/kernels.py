@@ -1,11 +1,13 @@
 """Where the time of a decode step goes on a GPU, operator by operator, against what the card can read.
 
     python -m strata_lab.bench.kernels [--model qwen3.8-flash] [--batch 1 8] [--context 512] [--weights fp8] [--kv fp8]
+                                       [--whole]
 
 One step of a few layers with random weights is run once and its operator calls are recorded (`bench/op_calls.py`). Each
 operator is then timed alone: a CUDA graph of its calls on so many sets of weights that the cache cannot hold them. The
 step as a whole is timed the same way, and layers that were not built count as the built ones do. Percentages are of the
 measured read bandwidth; one above 100 is an error of measurement: it is marked, nothing is written, the exit code is 1.
+With `--whole` the preset's engine is measured too, and the step is split by cause (`bench/causes.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from typing import Any
 
 import torch
 
+from strata_lab.bench import causes
+from strata_lab.bench.causes import Whole, measure_wholes
 from strata_lab.bench.ceilings import Ceilings, ceilings, median_us
+from strata_lab.bench.evidence import SLACK_TOKENS
 from strata_lab.bench.harness import Environment, Record, RooflineExceeded, write_results
 from strata_lab.bench.op_calls import BuiltStep, Conditions, Operator, load_weights_of, operators
 from strata_lab.config import ConfigError
@@ -47,6 +52,7 @@ class Row:
         nbytes: that one call has to move.
         share: of the read bandwidth, 1.0 is all.
         from_cache: the sets of weights may have fitted into the cache.
+        router_bytes: bytes of the router, in an operator that does more than route.
     """
 
     label: str
@@ -55,6 +61,7 @@ class Row:
     nbytes: int
     share: float
     from_cache: bool
+    router_bytes: int = 0
 
     @property
     def impossible(self) -> bool:
@@ -137,7 +144,7 @@ def _row(operator: Operator, conditions: Conditions, ceiling: Ceilings, clock: C
     count = operator.per_layer * conditions.num_layers + operator.per_step
     from_cache = operator.set_bytes > 0 and sets * operator.nbytes < wanted
     share = share_of(operator.nbytes, us, ceiling.bytes_s)
-    return Row(operator.label, count, us, operator.nbytes, share, from_cache)
+    return Row(operator.label, count, us, operator.nbytes, share, from_cache, operator.router_bytes)
 
 
 def table(report: Report, built_layers: int) -> Iterator[str]:
@@ -173,11 +180,6 @@ def as_record(report: Report, environment: Environment, script: str, built_layer
     for row in report.rows:
         if row.impossible:
             raise RooflineExceeded(f"{row.label}: {row.share:.1%} of the measured read bandwidth cannot be")
-    names: dict[str, Any] = {
-        "model": c.model, "weight_format": c.weight_format, "kv_cache_dtype": c.kv_cache_dtype, "batch": c.batch,
-        "context": c.context, "backend": c.backend, "sampler": c.sampler, "layers": c.num_layers,
-        "layers_built": built_layers,
-    }  # fmt: skip
     metrics = {
         "step_us": report.step_us,
         "sum_of_operators_us": report.sum_us,
@@ -192,8 +194,36 @@ def as_record(report: Report, environment: Environment, script: str, built_layer
     }
     note = "random weights; operators and step in CUDA graphs, without the host"
     return environment.record(
-        f"kernels/{c.model}/x{c.batch}", script=script, conditions=names, metrics=metrics, note=note
+        f"kernels/{c.model}/x{c.batch}",
+        script=script,
+        conditions=condition_names(report, built_layers),
+        metrics=metrics,
+        note=note,
     )
+
+
+def condition_names(report: Report, built_layers: int) -> dict[str, Any]:
+    """What was measured, as records say it."""
+    c = report.conditions
+    return {
+        "model": c.model, "weight_format": c.weight_format, "kv_cache_dtype": c.kv_cache_dtype, "batch": c.batch,
+        "context": c.context, "backend": c.backend, "sampler": c.sampler, "layers": c.num_layers,
+        "layers_built": built_layers,
+    }  # fmt: skip
+
+
+def by_cause(
+    report: Report, whole: Whole, environment: Environment, script: str, built_layers: int
+) -> tuple[list[str], Record | None]:
+    """The split of a step as lines and as a record, which is None where the captured step is impossibly fast."""
+    top = report.ceiling.bytes_s
+    found = causes.split(report.rows, top, whole)
+    lines = list(causes.table(found, whole))
+    share = causes.captured_mbu(whole, report.step_bytes, top)
+    if share > 1.0:
+        return [*lines, f"ERROR: the captured step is faster than the memory ({share:.1%})"], None
+    names = condition_names(report, built_layers)
+    return lines, causes.record(found, whole, report.step_bytes, top, names, environment, script)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -207,6 +237,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=BACKENDS, default="triton", help="who computes the operators")
     parser.add_argument("--layers", type=int, default=4, help="layers to build; the others count as these do")
     parser.add_argument("--sampler", choices=["greedy", "drawn"], default="greedy", help="what ends the step")
+    parser.add_argument("--whole", action="store_true", help="measure an engine's step too, and split it by cause")
     parser.add_argument("--fresh", action="store_true", help="measure the card's limits again")
     parser.add_argument("--json", type=Path, help="results file to write, ending in .json")
     options = parser.parse_args(argv)
@@ -220,6 +251,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--batch {min(options.batch)} must be at least 1; try 1")
     if not 1 <= options.context < config.max_position:
         parser.error(f"--context {options.context} must be from 1 to {config.max_position - 1}; try 512")
+    if options.whole and (options.backend, options.sampler) != ("triton", "greedy"):
+        parser.error("--whole measures an engine, which decodes with --backend triton and here --sampler greedy")
+    if options.whole and options.context + SLACK_TOKENS > config.max_position:
+        parser.error(f"--context {options.context} must be at most {config.max_position - SLACK_TOKENS} with --whole")
     if not 1 <= options.layers <= config.num_layers:
         parser.error(f"--layers {options.layers} must be from 1 to {config.num_layers}; try 4")
     if options.json is not None and options.json.suffix != ".json":
@@ -235,14 +270,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     device = torch.device("cuda")
     ceiling, environment = ceilings(device, fresh=options.fresh), Environment.now("cuda")
+    wholes: dict[int, Whole] = {}
+    if options.whole:  # before anything else takes memory
+        wholes = measure_wholes(options.model, options.weights, options.kv, options.batch, options.context)
     config, weights = load_weights_of(options.model, options.weights, options.layers, device, torch.bfloat16)
-    whole = preset_config(options.model)
-    assert whole is not None
+    geometry = preset_config(options.model)
+    assert geometry is not None
     records, bad = [], False
     script = " ".join(["python -m strata_lab.bench.kernels", *(argv if argv is not None else sys.argv[1:])])
     for batch in options.batch:
         conditions = Conditions(
-            options.model, batch, options.context, options.weights, options.kv, whole.num_layers, options.backend,
+            options.model, batch, options.context, options.weights, options.kv, geometry.num_layers, options.backend,
             options.sampler,
         )  # fmt: skip
         step = BuiltStep(conditions, config, weights, device, torch.bfloat16)
@@ -251,6 +289,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         bad = bad or report.impossible
         if not report.impossible:
             records.append(as_record(report, environment, script, config.num_layers))
+        if batch in wholes:
+            lines, record = by_cause(report, wholes[batch], environment, script, config.num_layers)
+            sys.stdout.write("\n".join(lines) + "\n\n")
+            bad = bad or record is None
+            records += [record] if record is not None else []
     if bad:
         sys.stderr.write("a figure is above 100% of the measured read bandwidth: nothing is recorded; try --fresh\n")
         return 1

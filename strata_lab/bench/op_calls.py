@@ -79,6 +79,11 @@ class Operator:
         """Memory of the arguments that come from memory."""
         return sum(_nbytes(self.calls[0][name]) for name in self.streamed)
 
+    @property
+    def router_bytes(self) -> int:
+        """Bytes of a call that are a router's, in an operator that does more than route."""
+        return _nbytes(self.calls[0]["router"]) if self.label == "moe_block" else 0
+
     def on_sets(self, count: int) -> list[Callable[[], object]]:
         """`count` calls, each on weights and cache of its own."""
         made = list(self.calls)
