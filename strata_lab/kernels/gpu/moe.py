@@ -155,8 +155,9 @@ class _Step:
             "E_BLOCK": triton.next_power_of_2(self.experts), "TOP_K": self.top_k, "SOURCE": source,
             "M": 1 if plan is None else c.pairs, "FORMAT": self.format, "HOLD": c.hold,
         }  # fmt: skip
+        tiles = c.gate_tiles if plan is None else c.shared_gate_tiles
         self._products(
-            self.gate_up, self.x, h, self.width, c.gate_tiles, c.gate_warps, c.gate_programs, GATED=True, **common
+            self.gate_up, self.x, h, self.width, tiles, c.gate_warps, c.gate_programs, GATED=True, **common
         )  # fmt: skip
         if self.tokens == 1 and source != "plan":
             self._down_one(h, out, weights, ids, logits, source, normalize, residual)
@@ -221,17 +222,18 @@ class _Step:
         h = self.empty(self.pairs, self.width, dtype=self.inner)
         y = self.empty(self.pairs, self.hidden, dtype=self.inner)
         # a tile wider than an expert's share is mostly padding
-        block_t = min(c.block_t, max(16, triton.next_power_of_2(self.pairs // self.experts)))
+        wide = x.dtype != torch.bfloat16  # split in two: twice the shared memory, more registers
+        block_t = min(32 if wide else c.block_t, max(16, triton.next_power_of_2(self.pairs // self.experts)))
         tiles = -(-self.pairs // block_t) + self.experts
-        wide = 2 if x.dtype != torch.bfloat16 else c.grouped_stages  # float32 tiles take twice the shared memory
+        warps, stages = (8, 2) if wide else (c.grouped_warps, c.grouped_stages)
         for w, source, out, rows in ((self.gate_up, x, h, self.width), (self.down, h, y, self.hidden)):
             grouped_kernel[(tiles, -(-rows // c.block_n))](
                 source, w.data, w.scales, w.mins, order, offsets, out, source.stride(0), ROWS=rows, K=w.shape[1],
                 E=self.experts, E_BLOCK=triton.next_power_of_2(self.experts), TOP_K=self.top_k,
                 GATED=w is self.gate_up, BLOCK_N=c.block_n, BLOCK_T=block_t, BLOCK_K=c.block_k, FORMAT=w.format,
                 DOT=launch.dot_dtype(torch.bfloat16),
-                SPLIT=x.dtype != torch.bfloat16 and not launch.INTERPRETED,
-                **launch.options(device, num_warps=c.grouped_warps, num_stages=wide),
+                SPLIT=wide and not launch.INTERPRETED,
+                **launch.options(device, num_warps=warps, num_stages=stages),
             )  # fmt: skip
         out = torch.empty_like(x)
         self._combine(y, weights, out, residual)

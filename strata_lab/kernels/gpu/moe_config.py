@@ -17,10 +17,11 @@ class MoeConfig:
 
     Attributes:
         gate_tiles, gate_warps: of a program's gate rows (and as many up rows): 1, 2 or 4 tiles of a row per warp.
+        shared_gate_tiles: `gate_tiles` with several tokens, where a program holds the activations of `pairs` of them.
         down_tiles, down_warps: the same of `down` with several tokens.
         one_rows, one_warps: 1 to 8 rows of a program of `down_one_kernel`; its warps share a row, 512 bytes each.
         gate_programs, down_programs: per multiprocessor with several tokens, each looping over its share of the tiles;
-            best as many as are resident (3 and 4 by their registers on sm_90), so that all end together.
+            best as many as their registers let be resident (fp8 on sm_90: 5 and 4), so that all end together.
         pairs: pairs of (token, slot) that use a tile together when there are several tokens.
         block_n, block_t, block_k, grouped_warps, grouped_stages: of the many-token products; block_k 32 for groups.
         hold: load a whole tile before the first product; off, ptxas interleaves them and uses fewer registers.
@@ -29,11 +30,12 @@ class MoeConfig:
 
     gate_tiles: int = 2
     gate_warps: int = 4
+    shared_gate_tiles: int = 1
     down_tiles: int = 4
     down_warps: int = 4
     one_rows: int = 4
     one_warps: int = 4
-    gate_programs: int = 3
+    gate_programs: int = 4
     down_programs: int = 4
     pairs: int = 2
     block_n: int = 64
@@ -46,8 +48,8 @@ class MoeConfig:
 
 
 CONFIGS = {
-    "fp8": MoeConfig(),
+    "fp8": MoeConfig(gate_programs=5),
     "bf16": MoeConfig(gate_tiles=1, down_tiles=2, one_rows=2),
-    "int8": MoeConfig(one_rows=2, block_k=32),
-    "int4": MoeConfig(down_tiles=2, block_k=32),
+    "int8": MoeConfig(gate_tiles=1, down_tiles=2, one_rows=2, block_k=32),
+    "int4": MoeConfig(gate_tiles=1, down_tiles=1, one_rows=2, pairs=1, block_k=32),
 }
