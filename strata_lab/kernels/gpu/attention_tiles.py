@@ -88,15 +88,12 @@ def operand(x: torch.dtype, cache: torch.dtype) -> tuple[Any, str]:
     return tl.float16, "tf32"
 
 
-_counters: dict[torch.device, list[Tensor]] = {}
+_counters: dict[tuple[torch.device, int], list[Tensor]] = {}
 
 
 def counters(device: torch.device, count: int) -> Tensor:
-    """Zeros that every call leaves as zeros. Old ones stay alive: captured graphs hold their addresses.
-
-    One stream at a time may run attention on a device.
-    """
-    kept = _counters.setdefault(device, [])
+    """Zeros that every call leaves as zeros, one set per stream. Old ones stay alive: captures hold their addresses."""
+    kept = _counters.setdefault((device, launch.stream_id(device)), [])
     if not kept or kept[-1].numel() < count:
         assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run the step once before capture"
         kept.append(torch.zeros(max(count, MIN_COUNTERS), dtype=torch.int32, device=device))

@@ -248,7 +248,7 @@ def dot(
         assert tiles[0] * tiles[1] <= MAX_COUNTERS, (tiles, c)
         size = c.split * c.block_t * (c.block_n * (2 if silu_mul else 1) + 1)
         partial = torch.empty(tiles[0] * tiles[1] * size, dtype=torch.float32, device=x.device)
-        counters = _counters(x.device, _stream(x.device))
+        counters = _counters(x.device, launch.stream_id(x.device))
     dot_kernel[(*tiles, c.split)](
         x, weight.data, weight.scales, weight.mins, bias, norm_weight, residual, out, partial, counters, t, n, norm_eps,
         K=k, FORMAT=weight.format, GROUP=weight.group_size, BLOCK_N=c.block_n, BLOCK_T=c.block_t, BLOCK_K=c.block_k,
@@ -265,10 +265,6 @@ def normalized(x: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
         x, norm_weight, out, eps, K=k, BLOCK=triton.next_power_of_2(k), **launch.options(x.device, num_warps=8)
     )
     return out
-
-
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 @functools.cache

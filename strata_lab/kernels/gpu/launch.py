@@ -52,6 +52,11 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def stream_id(device: torch.device) -> int:
+    """The current stream: what kernels leave behind for each other (arrival counters) belongs to one stream."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 def options(device: torch.device, *, num_warps: int = 4, num_stages: int = 3) -> dict[str, Any]:
     """Keyword arguments of a launch: `PDL` for the kernel and what the launcher needs to honour it."""
     pdl = has_pdl(device)
