@@ -579,7 +579,7 @@ def test_a_processor_gets_the_largest_scale_that_it_finishes_in_time(monkeypatch
         device=SimpleNamespace(type="cpu"), tokenizer=None, model_config=SimpleNamespace(vocab_size=99),
         optimizations=optimizations, config=SimpleNamespace(block_size=16), stats=lambda: stats,
     )  # fmt: skip
-    # Half a second at 1/32 is 16 s at full length; 200 s of runs.
+    # Half a second at 1/32 is 16 s at full length; 160 s of runs are affordable.
     assert fitting_scale(engine, "C", 10) == 1.0
     assert fitting_scale(engine, "C", 40) == 0.25
     assert fitting_scale(engine, "C", 10_000) == 0.03125
