@@ -436,7 +436,8 @@ def test_crowds_are_measured_with_their_own_seats_which_are_given_back(generous:
 
 def test_a_climb_above_the_roofline_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(climbing, "ceiling", lambda *a, **k: (asked.append(k), Bandwidth(1e5, 1, "memory", "t"))[1])
+    top = Bandwidth(1.5e5, 1, "memory", "t")  # 1000 bytes a step: the baseline's 100 steps/s fit, 200 do not
+    monkeypatch.setattr(climbing, "ceiling", lambda *a, **k: (asked.append(k), top)[1])
     with pytest.raises(RooflineExceeded, match="cuda_graph=on"):
         climb(Stub(speed))
     assert {"fresh": True} in asked, "the bandwidth was measured anew before refusing"
