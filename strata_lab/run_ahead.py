@@ -30,11 +30,11 @@ from strata_lab.sampler import SampledTokens
 from strata_lab.sampling_edits import edits_logits
 from strata_lab.scheduler import most_slots
 
-STEPS_AHEAD = 4  # queued at most: a host that stalls for a few milliseconds stalls nobody
+REPLAYS_AHEAD = 2  # queued at most: one that runs while the host books the one before; a new batch waits for both
 STEPS_PER_REPLAY = 2  # at batch sizes up to SMALL_BATCH; halves the gaps between graphs where steps are short
 SMALL_BATCH = 2
 WARM_UP_REPLAYS = 3
-LOOKAHEAD_TOKENS = 2 * STEPS_AHEAD  # blocks to reserve, so that a full queue never waits for one
+LOOKAHEAD_TOKENS = 2 * REPLAYS_AHEAD * STEPS_PER_REPLAY  # blocks to reserve, so that a full queue never waits for one
 
 
 @dataclass
@@ -148,11 +148,11 @@ class RunAhead:
             self._flight = None
 
     @torch.inference_mode()
-    def replay_ms(self, items: list[ScheduledRequest], replays: int) -> float:
+    def replay_ms(self, items: list[ScheduledRequest], replays: int) -> tuple[float, int]:
         """Device milliseconds per step of bare replays of these greedy items, without any host work in between.
 
         For benchmarks, on an idle engine: it writes keys and values into the items' blocks, which must cover
-        `WARM_UP_REPLAYS + replays` replays.
+        `WARM_UP_REPLAYS + replays` replays. Also returns how many different tokens the rows fed in the last step.
         """
         graph = self._graph_for(items)
         fill(graph.state, items, self.block_size, self.eager.model.config.vocab_size, self.max_model_len)
@@ -164,7 +164,8 @@ class RunAhead:
             graph.replay()
         last.record()
         last.synchronize()
-        return first.elapsed_time(last) / (replays * graph.steps)
+        fed = graph.state.input_ids[: len(items)].tolist()  # SYNC: for the record only
+        return first.elapsed_time(last) / (replays * graph.steps), len(set(fed))
 
     # -- what was computed ahead ----------------------------------------------------------------------------------
 
@@ -197,7 +198,7 @@ class RunAhead:
         """Queue further steps while the same rows go on and their blocks are there."""
         if len(batch.items) < len(flight.requests):
             return
-        while flight.launched - flight.popped + flight.graph.steps <= STEPS_AHEAD:
+        while flight.launched - flight.popped <= (REPLAYS_AHEAD - 1) * flight.graph.steps:
             ahead = flight.launched - flight.popped
             if not self._has_room(batch.items, ahead, flight.graph):
                 return
@@ -221,7 +222,8 @@ class RunAhead:
             if len(table) > flight.table_lengths[row]:
                 flight.table_lengths[row] = len(table)
                 width = flight.graph.state.block_tables.shape[1]
-                known = torch.tensor(table[:width], dtype=torch.int32)
+                # From pinned memory: a copy from any other waits for the queued steps.
+                known = torch.tensor(table[:width], dtype=torch.int32, pin_memory=self.device.type == "cuda")
                 flight.graph.state.block_tables[row, : known.shape[0]].copy_(known, non_blocking=True)
 
     def _launch(self, flight: _Flight) -> None:

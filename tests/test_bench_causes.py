@@ -158,7 +158,9 @@ def test_a_captured_step_faster_than_the_memory_is_told_and_not_recorded() -> No
 
 def test_an_engines_step_is_measured_bare_and_through_the_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(causing, "bare_step_ms", lambda engine, batch, start: (asked.append((batch, start)), 0.5)[1])
+    monkeypatch.setattr(
+        causing, "bare_step", lambda engine, batch, start: (asked.append((batch, start)), (0.5, 1.0))[1]
+    )
     folder = write_checkpoint(tmp_path, "llama")[0]
     with LLMEngine(folder, device="cpu", num_kv_blocks=64) as engine:
         whole = measure_whole(engine, 2, 96)
@@ -171,7 +173,7 @@ def test_an_engines_step_is_measured_bare_and_through_the_api(tmp_path: Path, mo
 
 
 def test_prompts_that_cost_too_much_leave_the_api_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(causing, "bare_step_ms", lambda *a: 0.5)
+    monkeypatch.setattr(causing, "bare_step", lambda *a: (0.5, 1.0))
     engine: Any = SimpleNamespace()
     assert measure_whole(engine, 64, 8192) == Whole(0.5, (), 64)
 

@@ -22,7 +22,7 @@ from strata_lab.engine import LLMEngine
 from strata_lab.events import StepEvent
 from strata_lab.prefill_lane import PrefillLane
 from strata_lab.request import RequestOutput, SamplingParams
-from strata_lab.run_ahead import STEPS_AHEAD, RunAhead
+from strata_lab.run_ahead import REPLAYS_AHEAD, RunAhead
 from strata_lab.runner import EagerStep, Runner
 from strata_lab.sampler import Sampler
 from strata_lab.sampling_draw import HEAD, Filters, best_token, draw
@@ -162,7 +162,7 @@ def test_one_request_gets_the_same_tokens_from_one_queue_of_replays(folder: Any,
         output = made.generate(prompts(1), params)[0]
     assert output.token_ids == expected.token_ids
     assert recorder.count >= 24, "two steps a replay, the first token comes from the prompt"
-    assert recorder.count <= 25 + STEPS_AHEAD, "nothing is computed that no request asked for"
+    assert recorder.count <= 25 + REPLAYS_AHEAD, "nothing is computed that no request asked for"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.3])

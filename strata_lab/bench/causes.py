@@ -27,7 +27,7 @@ from strata_lab.bench.evidence import (
     OUTPUT_TOKENS,
     REPLAYS,
     SLACK_TOKENS,
-    bare_step_ms,
+    bare_step,
     distinct_tokens,
 )
 from strata_lab.bench.harness import Environment, Record, Spread
@@ -233,7 +233,7 @@ def measure_whole(engine: Any, batch: int, context: int) -> Whole:
     from strata_lab.run_ahead import SMALL_BATCH, STEPS_PER_REPLAY, WARM_UP_REPLAYS
 
     steps = (STEPS_PER_REPLAY if batch <= SMALL_BATCH else 1) * (WARM_UP_REPLAYS + REPLAYS // 2)
-    bare_ms = bare_step_ms(engine, batch, max(1, context - steps))
+    bare_ms, _ = bare_step(engine, batch, max(1, context - steps))
     rates: list[float] = []
     prompt = context - OUTPUT_TOKENS // 2
     if prompt > 0 and batch * context <= MAX_PROMPT_TOKENS:

@@ -110,7 +110,7 @@ def graph_times_us(calls: Sequence[Callable[[], object]], device: torch.device, 
             call()  # loads kernels and workspaces, which a capture may not do
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):  # the stream whose workspaces the kernels know by now
         for call in calls:
             call()
     for _ in range(WARM_UP):

@@ -83,7 +83,7 @@ def cell(
     """One (batch, context): the bare step, and through the public API where the prompts are affordable."""
     import torch
 
-    step_ms = bare_step_ms(engine, batch, context)
+    step_ms, bare_distinct = bare_step(engine, batch, context)
     stats = engine.stats()
     opt = engine.optimizations
     step_bytes = engine._loop.parts.weights.bytes_read(engine.model_config, batch)
@@ -107,14 +107,18 @@ def cell(
     conditions = {
         "model": engine.config.model, "weight_format": opt.weight_format, "kv_cache_dtype": opt.kv_cache_dtype,
         "batch": batch, "context": context, "output_tokens": OUTPUT_TOKENS, "toggles": opt.as_dict(),
-        "distinct_tokens": distinct_tokens(engine, batch),
+        "distinct_tokens": distinct_tokens(engine, batch), "distinct_tokens_raw": bare_distinct,
     }  # fmt: skip
     note = "; ".join(fallbacks)
     return environment.record("decode", script=SCRIPT, conditions=conditions, metrics=metrics, spread=spread, note=note)
 
 
-def bare_step_ms(engine: Any, batch: int, context: int) -> float:
-    """Milliseconds of the captured greedy step at this batch and context, replayed with no host in between."""
+def bare_step(engine: Any, batch: int, context: int) -> tuple[float, float]:
+    """The captured greedy step at this batch and context, replayed with no host in between, over a random cache.
+
+    Returns:
+        milliseconds of a step, and the share of rows whose token differed at the end.
+    """
     from strata_lab.batch import ScheduledRequest
     from strata_lab.request import Request, SamplingParams
     from strata_lab.run_ahead import STEPS_PER_REPLAY, WARM_UP_REPLAYS
@@ -127,9 +131,27 @@ def bare_step_ms(engine: Any, batch: int, context: int) -> float:
         request = Request(f"bare-{row}", tokens, SamplingParams(temperature=0.0, max_tokens=SLACK_TOKENS), seed=0)
         blocks = [(row * needed + i) % pool for i in range(needed)]
         items.append(ScheduledRequest(request, context, 1, blocks))
-    measured: list[float] = []
-    engine._loop.between_steps(lambda: measured.append(engine._loop.parts.runner.replay_ms(items, REPLAYS)))
-    return measured[0]
+    measured: list[tuple[float, int]] = []
+
+    def measure() -> None:
+        randomize(engine._loop.parts.kv, sorted({b for item in items for b in item.block_table}), engine.device)
+        measured.append(engine._loop.parts.runner.replay_ms(items, REPLAYS))
+
+    engine._loop.between_steps(measure)
+    step_ms, distinct = measured[0]
+    return step_ms, distinct / batch
+
+
+def randomize(kv: Any, blocks: list[int], device: Any) -> None:
+    """Normal numbers into blocks of every layer: what nobody wrote may be NaN, and then all rows say the same."""
+    import torch
+
+    index = torch.tensor(blocks, device=device)
+    first = kv.layer(0).k
+    noise = torch.randn(len(blocks), *first.shape[1:], device=device).to(first.dtype)
+    for layer in range(len(kv.scales)):
+        for cache in (kv.layer(layer).k, kv.layer(layer).v):
+            cache.view(torch.uint8)[index] = noise.view(torch.uint8)
 
 
 def distinct_tokens(engine: Any, batch: int) -> float | None:
