@@ -277,7 +277,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     geometry = preset_config(options.model)
     assert geometry is not None
     records, bad = [], False
-    script = " ".join(["python -m strata_lab.bench.kernels", *(argv if argv is not None else sys.argv[1:])])
+    words = list(argv if argv is not None else sys.argv[1:])
+    if options.json is not None and "--json" in words:  # where the file went is no part of what was measured
+        at = words.index("--json")
+        del words[at : at + 2]
+    script = " ".join(["python -m strata_lab.bench.kernels", *words])
     for batch in options.batch:
         conditions = Conditions(
             options.model, batch, options.context, options.weights, options.kv, geometry.num_layers, options.backend,
