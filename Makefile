@@ -20,7 +20,7 @@ stage = @TIMEFORMAT='[$(strip $(1)): %0R s]'; time
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev model lab test check static js climb bench gpu screenshot fmt clean
+.PHONY: help setup setup-dev model lab test check static js climb bench gpu aot screenshot fmt clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -62,8 +62,12 @@ bench: setup-dev model  ## compare with transformers and llama.cpp where they ar
 	@$(PY) -m strata_lab.bench.compare
 
 gpu: setup-dev  ## the tests that need a CUDA device
-	@mkdir -p artifacts && $(PY) -m pytest -m gpu --junitxml=artifacts/gpu.xml $(SELECT)
+	@mkdir -p artifacts && $(PY) -m pytest tests/gpu tests/kernels -k "$(or $(K),not cpu)" --junitxml=artifacts/gpu.xml
+	@$(PY) -m pytest tests/test_bench*.py -m gpu $(SELECT)
 	$(if $(K),,@$(PY) -m strata_lab.bench.gpu_record artifacts/gpu.xml)
+
+aot: setup-dev  ## compile the Triton kernels for sm_89, sm_90 and sm_120; needs no GPU
+	@$(PY) -m strata_lab.kernels.gpu.aot
 
 screenshot: setup-dev model  ## take the README's picture: the workbench in a real browser, mid-decode
 	@$(PY) -m tests.browser.screenshot docs/workbench.png

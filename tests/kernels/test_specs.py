@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from strata_lab.kernels import BACKENDS, OPERATORS, SPECS, Ops, bind
+from strata_lab.kernels.cpu.packing import unpack
 from strata_lab.kernels.spec import Case, KernelSpec
+from strata_lab.quant.base import LinearWeight
 
 WRITES_CACHE = {"kv_append", "qkv_rope_append", "qkv_attention"}
 
@@ -39,6 +41,14 @@ def exact(inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def prepared(case: Case, impl: str, where: torch.device) -> dict[str, Any]:
+    """Arguments of a case; the layout for the CPU's operators is of no use to Triton's."""
+    inputs = case.make(where)
+    if impl != "triton":
+        return inputs
+    return {name: unpack(x) if isinstance(x, LinearWeight) else x for name, x in inputs.items()}
+
+
 def results(returned: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """All that an operator may answer with: what it returns and what it wrote into caches."""
     values = () if returned is None else returned if isinstance(returned, tuple) else (returned,)
@@ -51,7 +61,7 @@ def test_every_implementation_is_within_tolerance_of_the_float64_reference(
     spec: KernelSpec, impl: str, case: Case, device: torch.device, available: Any
 ) -> None:
     where = torch.device("cpu") if impl == "cpu" else device
-    inputs, reference_inputs = case.make(where), exact(case.make(where))
+    inputs, reference_inputs = prepared(case, impl, where), exact(prepared(case, impl, where))
     narrow = [n for n, x in inputs.items() if n.endswith("_cache") and x.dtype != torch.float32]
     if impl == "triton" and where.type == "cpu" and spec.name in WRITES_CACHE and narrow:
         pytest.skip("Triton's interpreter rounds stores to bfloat16 and float8 wrongly; the GPU run compares them")
@@ -75,7 +85,7 @@ def test_no_argument_but_a_cache_is_changed(
     spec: KernelSpec, impl: str, case: Case, device: torch.device, available: Any
 ) -> None:
     where = torch.device("cpu") if impl == "cpu" else device
-    inputs, before = case.make(where), case.make(where)
+    inputs, before = prepared(case, impl, where), prepared(case, impl, where)
     getattr(bind(available(impl)), spec.name)(**inputs)
     for name, x in inputs.items():
         if isinstance(x, Tensor) and not (name.endswith("_cache") and spec.name in WRITES_CACHE):

@@ -118,10 +118,12 @@ def module_cases(module: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from import_module(f"strata_lab.kernels.gpu.{module}").aot_cases()
 
 
-def reports(modules: tuple[str, ...], architectures: tuple[int, ...]) -> Iterator[Report]:
-    """Every distinct launch of every case, for every architecture."""
+def reports(modules: tuple[str, ...], architectures: tuple[int, ...], only: str = "") -> Iterator[Report]:
+    """Every launch of every case whose "module/name" `only` matches somewhere, for every architecture."""
     for module in modules:
         for name, call in module_cases(module):
+            if not re.search(only, f"{module}/{name}"):
+                continue
             launches: list[Launch] = []
             with caught(launches):
                 call()
@@ -157,10 +159,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("modules", nargs="*", default=list(MODULES), help="files of kernels/gpu (default: all)")
     parser.add_argument("--arch", nargs="+", type=int, default=list(ARCHITECTURES), help="compute capabilities")
+    parser.add_argument("--only", default="", help="regular expression that a case's name must contain")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
     bad = 0
-    for r in reports(tuple(options.modules), tuple(options.arch)):
+    for r in reports(tuple(options.modules), tuple(options.arch), options.only):
         wrong = r.spilled_bytes > 0 or r.shared_bytes > MAX_SHARED_BYTES
         bad += wrong
         line = f"{r.case:50} {r.kernel:28} sm_{r.arch:<4}{r.registers:4} regs {r.spilled_bytes:6} spilled "
