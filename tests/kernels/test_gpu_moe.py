@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -11,16 +15,26 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from strata_lab.kernels.gpu import launch, moe
+from strata_lab.kernels.gpu import launch, moe, moe_step
 from strata_lab.kernels.gpu.moe import moe_block_triton, moe_mlp_triton, router_topk_triton
 from strata_lab.quant import get_format
 from strata_lab.quant.base import LinearWeight
 
 FORMATS = ("fp8", "bf16", "int8", "int4")
 EXPERTS, TOP_K, EPS = 8, 2, 1e-6
-WIDE = {"gate_tiles": 1, "gate_warps": 32, "down_tiles": 1, "down_warps": 32, "one_rows": 8}
+WIDE: dict[str, Any] = {
+    "gate_tiles": 1, "gate_warps": 32, "shared_tiles": 1, "shared_warps": 32, "down_tiles": 1, "down_warps": 32,
+    "one_rows": 8,
+}  # fmt: skip
 TUNED = dict(moe.CONFIGS)  # what a card runs
-RELATIVE = 1e-5  # of the largest element of the row, float32 activations
+# Of the largest element of the row, with float32 activations: nothing is rounded below float32. On tensor cores an
+# activation is the sum of three bfloat16 numbers, which is exact (3 x 8 bits), and so is its product with a code; two
+# would leave 2^-18 of it, which K products, silu and a second product with cancellation make 1e-5 of a row and more.
+RELATIVE = 1e-5
+# float16 activations, products in float16: the norm and h are rounded once each (2^-12), products of four are added in
+# float16 (2^-12 of a sum, twice: gate and up, and down), the result is rounded (2^-12). Independent and over K columns
+# they add up to about 2^-11 of a typical element, and twice that of a row's largest is never seen.
+HALF_RELATIVE = 2**-9
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +53,8 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     def poison(t: Tensor) -> Tensor:
         return t.fill_(float("nan") if t.is_floating_point() else 1 << 24) if t.element_size() > 1 else t
 
-    monkeypatch.setattr(moe.torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
-    monkeypatch.setattr(moe.torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
+    monkeypatch.setattr(moe_step.torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
+    monkeypatch.setattr(moe_step.torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
 
 
 def _weights(name: str, hidden: int, width: int, device: torch.device, experts: int = EXPERTS) -> dict[str, Any]:
@@ -92,7 +106,7 @@ def _assert_close(actual: Tensor, exact: Tensor, relative: float = RELATIVE) -> 
     assert (error <= relative * exact.abs().amax(dim=-1)).all(), (error / exact.abs().amax(dim=-1)).max()
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 5, 9, 16, 17, 40])
+@pytest.mark.parametrize("tokens", [1, 2, 9, 16, 17])
 def test_the_block_of_fp8_experts_is_the_composition_at_every_batch_size(tokens: int, device: torch.device) -> None:
     w = _weights("fp8", 32, 16, device)
     x = torch.randn(tokens, 32, device=device)
@@ -225,6 +239,71 @@ def test_narrow_activations_keep_their_dtype(tokens: int, device: torch.device) 
         _assert_close(y, _exact_block(x.to(device, dtype), narrow), relative)
 
 
+def _clear_of_ties(tokens: int, hidden: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """float16 tokens and a router that agree on the experts however they are rounded."""
+    router = torch.zeros(EXPERTS, hidden)
+    router[torch.arange(EXPERTS), torch.arange(EXPERTS)] = 4.0
+    x = torch.randn(tokens, hidden)
+    x[:, :EXPERTS] = torch.stack([torch.randperm(EXPERTS) for _ in range(tokens)]).float() - 3.5
+    return x.to(device, torch.float16), router.to(device, torch.float16)
+
+
+@pytest.mark.parametrize(("tokens", "hidden", "width"), [(1, 48, 40), (1, 50, 21), (3, 50, 21), (5, 48, 40)])
+def test_products_in_float16_round_no_more_than_that(
+    tokens: int, hidden: int, width: int, device: torch.device
+) -> None:
+    w = _weights("fp8", hidden, width, device)
+    x, w["router"] = _clear_of_ties(tokens, hidden, device)
+    w["norm_weight"] = torch.ones(hidden, dtype=torch.float16, device=device)
+    y = _block(x, w)
+    _assert_close(y, _exact_block(x, w), HALF_RELATIVE)
+    late = dataclasses.replace(moe.CONFIGS["fp8"], one_late=False)
+    if tokens == 1:
+        assert torch.equal(y, _block(x, w, config=late))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_hidden_activations_beyond_float16_are_divided_first(tokens: int, device: torch.device) -> None:
+    w = _weights("fp8", 48, 40, device)
+    x, w["router"] = _clear_of_ties(tokens, 48, device)
+    w["norm_weight"] = torch.ones(48, dtype=torch.float16, device=device)
+    w["gate_up"] = dataclasses.replace(w["gate_up"], scales=w["gate_up"].scales * 2.0**10)  # h up to 2^22
+    w["down"] = dataclasses.replace(w["down"], scales=w["down"].scales * 2.0**-20)
+    _assert_close(_block(x, w), _exact_block(x, w), HALF_RELATIVE)
+
+
+_LAYOUTS = """
+import json, re
+from strata_lab.kernels.gpu import aot, moe
+runs = []
+for name, call in moe.aot_cases():
+    if name in ("block-fp8-1", "block-fp8-8"):
+        launches = []
+        with aot.caught(launches):
+            call()
+        for launch in launches:
+            text = aot.compiled(launch, 90).asm["ttgir"]
+            layouts = dict(re.findall(r"(#\\w+) = #ttg.blocked<.sizePerThread = \\[([0-9, ]+)\\]", text))
+            for line in text.splitlines():
+                if "e4m3x2" in line:
+                    (layout,) = set(re.findall(r"x16xf\\w+, (#\\w+)>", line))
+                    runs.append([launch.kernel.__name__, layouts[layout]])
+print(json.dumps(runs))
+"""
+
+
+@pytest.mark.slow
+def test_a_thread_holds_the_sixteen_columns_that_the_assembly_multiplies() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", _LAYOUTS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    runs = json.loads(done.stdout)
+    assert {kernel for kernel, _ in runs} == {"expert_kernel", "down_one_kernel"}
+    assert {layout for _, layout in runs} == {"1, 1, 16"}
+
+
 def test_fp32_weights_take_the_plain_composition(device: torch.device) -> None:
     w = _weights("fp32", 48, 16, device)
     x = torch.randn(3, 48, device=device)
@@ -257,6 +336,18 @@ def test_the_reference_geometry_on_the_card(name: str, tokens: int, device: torc
     clear = best[:, -2] - best[:, -1] > 0.05  # rounding the norm to bfloat16 cannot change the experts
     assert clear.any()
     _assert_close(y[clear], _chunked_block(x[clear], narrow, top_k), 2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 16])
+def test_float16_products_of_the_reference_geometry_are_those_in_float32(tokens: int, device: torch.device) -> None:
+    w = _weights("fp8", 2560, 1024, device, 16)
+    x = torch.randn(tokens, 2560, device=device).half()
+    w = w | {k: w[k].half() for k in ("norm_weight", "router")}
+    half = moe.CONFIGS["fp8"]
+    wide = _block(x, w, 8, config=dataclasses.replace(half, half=False)).double()
+    for config in (half, dataclasses.replace(half, one_registers=96, one_late=False, pairs=1, shared_programs=3)):
+        _assert_close(_block(x, w, 8, config=config), wide, HALF_RELATIVE)
 
 
 def _chunked_block(x: Tensor, w: dict[str, Any], top_k: int) -> Tensor:

@@ -16,27 +16,38 @@ class MoeConfig:
     """Tunable numbers; `config` of the public functions.
 
     Attributes:
+        half: e4m3 experts multiply 16-bit activations in float16 (`moe_half.py`), where rows allow it.
         gate_tiles, gate_warps: of a program's gate rows (and as many up rows): 1, 2 or 4 tiles of a row per warp.
-        shared_gate_tiles: `gate_tiles` with several tokens, where a program holds the activations of `pairs` of them.
-        down_tiles, down_warps: the same of `down` with several tokens.
-        one_rows, one_warps: 1 to 8 rows of a program of `down_one_kernel`; its warps share a row, 512 bytes each.
-        gate_programs, down_programs: per multiprocessor with several tokens, each looping over its share of the tiles;
-            best as many as their registers let be resident (fp8 on sm_90: 5 and 4), so that all end together.
+        gate_programs, gate_registers: per multiprocessor, each looping over its share of the tiles, or 0: one program
+            per tile; the most registers of a thread, or None: as the compiler likes.
+        one_rows, one_warps, one_registers: of `down_one_kernel`: 1 to 8 rows; its warps share a row, 512 bytes each.
+        one_late: `LATE` of `down_one_kernel`.
+        shared_tiles, shared_warps, shared_programs, shared_registers: `gate_*` with several tokens, where a program
+            meets the activations of up to `pairs` of them.
+        down_tiles, down_warps, down_programs, down_registers: the same of `down` with several tokens.
         pairs: pairs of (token, slot) that use a tile together when there are several tokens.
         block_n, block_t, block_k, grouped_warps, grouped_stages: of the many-token products; block_k 32 for groups.
         hold: load a whole tile before the first product; off, ptxas interleaves them and uses fewer registers.
         fuse_down: let one token take `down_one_kernel`; off, it computes bit for bit what it does among others.
     """
 
+    half: bool = False
     gate_tiles: int = 2
     gate_warps: int = 4
-    shared_gate_tiles: int = 1
-    down_tiles: int = 4
-    down_warps: int = 4
+    gate_programs: int = 0
+    gate_registers: int | None = None
     one_rows: int = 4
     one_warps: int = 4
-    gate_programs: int = 4
+    one_registers: int | None = None
+    one_late: bool = False
+    shared_tiles: int = 1
+    shared_warps: int = 4
+    shared_programs: int = 4
+    shared_registers: int | None = None
+    down_tiles: int = 4
+    down_warps: int = 4
     down_programs: int = 4
+    down_registers: int | None = None
     pairs: int = 2
     block_n: int = 64
     block_t: int = 64
@@ -48,7 +59,7 @@ class MoeConfig:
 
 
 CONFIGS = {
-    "fp8": MoeConfig(gate_programs=5),
+    "fp8": MoeConfig(half=True, gate_registers=128, one_late=True, shared_tiles=2, shared_programs=0, down_programs=0),
     "bf16": MoeConfig(gate_tiles=1, down_tiles=2, one_rows=2),
     "int8": MoeConfig(gate_tiles=1, down_tiles=2, one_rows=2, block_k=32),
     "int4": MoeConfig(gate_tiles=1, down_tiles=1, one_rows=2, pairs=1, block_k=32),

@@ -54,20 +54,24 @@ def _locate(offsets_ptr, tile, E: tl.constexpr, E_BLOCK: tl.constexpr, BLOCK_T: 
 
 
 @triton.jit
-def _dot(w, x, acc, DOT: tl.constexpr, SPLIT: tl.constexpr):
-    """acc + w @ x. SPLIT: x = high + low, two products, which carry 16 significant bits of x."""
+def _dot(w, x, acc, DOT: tl.constexpr, TERMS: tl.constexpr):
+    """acc + w @ x, with x as a sum of TERMS numbers of 8 significant bits: 2 are all of a float16, 3 of a float32."""
     w = w.to(DOT)
     high = x.to(DOT)
     acc = tl.dot(w, high, acc)
-    if SPLIT:
-        acc = tl.dot(w, (x.to(tl.float32) - high.to(tl.float32)).to(DOT), acc)
+    if TERMS > 1:
+        rest = x.to(tl.float32) - high.to(tl.float32)  # exact, as is the next
+        middle = rest.to(DOT)
+        acc = tl.dot(w, middle, acc)
+        if TERMS > 2:
+            acc = tl.dot(w, (rest - middle.to(tl.float32)).to(DOT), acc)
     return acc
 
 
 @triton.jit
 def _step(
     data_ptr, scales_ptr, mins_ptr, row, live, x_rows, real, start, acc,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexpr, SPLIT: tl.constexpr,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """acc [rows, pairs] with BLOCK_K more columns; for group formats BLOCK_K is one group."""
     GROUPS: tl.constexpr = (K + 31) // 32
@@ -78,7 +82,7 @@ def _step(
         w = tl.load(data_ptr + (row * (GROUPS * 16))[:, None] + start // 2 + j, mask=live[:, None], other=0)
         x_low = tl.load(x_rows + low[:, None], mask=real & (low < K)[:, None], other=0.0)
         x_high = tl.load(x_rows + high[:, None], mask=real & (high < K)[:, None], other=0.0)
-        sums = _dot(w >> 4, x_high, _dot(w & 15, x_low, zero, DOT, SPLIT), DOT, SPLIT)
+        sums = _dot(w >> 4, x_high, _dot(w & 15, x_low, zero, DOT, TERMS), DOT, TERMS)
         scale = tl.load(scales_ptr + row * GROUPS + start // 32, mask=live, other=0.0).to(tl.float32)
         lowest = tl.load(mins_ptr + row * GROUPS + start // 32, mask=live, other=0.0).to(tl.float32)
         x_sum = tl.sum(x_low.to(tl.float32) + x_high.to(tl.float32), axis=0)
@@ -89,9 +93,9 @@ def _step(
         x = tl.load(x_rows + cols[:, None], mask=real & (cols < K)[:, None], other=0.0)
         if FORMAT == "int8":
             scale = tl.load(scales_ptr + row * GROUPS + start // 32, mask=live, other=0.0).to(tl.float32)
-            acc += _dot(w, x, zero, DOT, SPLIT) * scale[:, None]
+            acc += _dot(w, x, zero, DOT, TERMS) * scale[:, None]
         else:
-            acc = _dot(w, x, acc, DOT, SPLIT)
+            acc = _dot(w, x, acc, DOT, TERMS)
     return acc
 
 
@@ -100,7 +104,7 @@ def grouped_kernel(
     x_ptr, data_ptr, scales_ptr, mins_ptr, order_ptr, offsets_ptr, out_ptr, x_stride,
     ROWS: tl.constexpr, K: tl.constexpr, E: tl.constexpr, E_BLOCK: tl.constexpr, TOP_K: tl.constexpr,
     GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    FORMAT: tl.constexpr, DOT: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    FORMAT: tl.constexpr, DOT: tl.constexpr, TERMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GATED: out[sorted pair] = silu(gate x) * (up x) of the pair's token; else out[pair] = down x[sorted pair]."""
     wait(PDL)
@@ -120,12 +124,12 @@ def grouped_kernel(
     up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         acc = _step(
-            data_ptr, scales_ptr, mins_ptr, row, live, x_rows, real, start, acc, K, BLOCK_K, FORMAT, DOT, SPLIT
+            data_ptr, scales_ptr, mins_ptr, row, live, x_rows, real, start, acc, K, BLOCK_K, FORMAT, DOT, TERMS
         )  # fmt: skip
         if GATED:
             up = _step(
                 data_ptr, scales_ptr, mins_ptr, row + ROWS, live, x_rows, real, start, up,
-                K, BLOCK_K, FORMAT, DOT, SPLIT,
+                K, BLOCK_K, FORMAT, DOT, TERMS,
             )  # fmt: skip
     if FORMAT == "fp8":
         acc *= tl.load(scales_ptr + row, mask=live, other=0.0)[:, None]

@@ -1,7 +1,7 @@
 """Which experts a token takes, and the lists the expert kernels work from.
 
 Up to `DECODE_TOKENS` tokens: `logits_kernel` has one program per (expert, token) with its router row in registers
-before it waits, and norms the token on the way; one of a token's programs stores the norm. `select_kernel`, one
+before it waits, and norms the token on the way; one more program per token stores the norm. `select_kernel`, one
 program, ranks each token's logits by comparing all with all (ties to the lower expert) and writes the plan of the step:
 entries of up to `M` (token, slot) pairs that share an expert, the experts ascending. A step of one token needs no plan:
 the expert kernels rank its E logits themselves with `best`, which saves a kernel on the critical path. More tokens take
@@ -14,18 +14,23 @@ import triton
 import triton.language as tl
 
 from strata_lab.kernels.gpu.launch import trigger, wait
+from strata_lab.kernels.gpu.moe_half import PEAK
 
 
 @triton.jit
 def logits_kernel(
-    x_ptr, norm_ptr, router_ptr, logits_ptr, h_ptr, x_stride, eps,
-    HIDDEN: tl.constexpr, E: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, norm_ptr, router_ptr, logits_ptr, h_ptr, unit_ptr, x_stride, eps,
+    HIDDEN: tl.constexpr, E: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """logits [T, E] float32 of x [T, HIDDEN]; with NORM those of its RMS norm, which goes to h [T, HIDDEN] float32."""
+    """logits [T, E] float32 of x [T, HIDDEN]; with NORM those of its RMS norm, which goes to h [T, HIDDEN].
+
+    With NORM there is a program more per token, which stores h: float32, or with HALF float16 and its unit [T].
+    """
     expert, token = tl.program_id(0), tl.program_id(1)
     cols = tl.arange(0, BLOCK)
     inside = cols < HIDDEN
-    row = tl.load(router_ptr + expert * HIDDEN + cols, mask=inside, other=0.0).to(tl.float32)
+    row = tl.load(router_ptr + expert * HIDDEN + cols, mask=inside & (expert < E), other=0.0).to(tl.float32)
     if NORM:
         weight = tl.load(norm_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     wait(PDL)
@@ -34,9 +39,14 @@ def logits_kernel(
     if NORM:  # rounded as the norm operator rounds, so that fused or not a token takes the same experts
         x *= tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps) * weight
         x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
-        if expert == 0:  # widened: who reads it often need not convert it each time
-            tl.store(h_ptr + token * HIDDEN + cols, x, mask=inside)
-    tl.store(logits_ptr + token * E + expert, tl.sum(row * x, axis=0))
+    if NORM and expert == E:
+        if HALF:
+            unit = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-30) * (1.0 / PEAK)
+            tl.store(unit_ptr + token, unit)
+            x /= unit
+        tl.store(h_ptr + token * HIDDEN + cols, x, mask=inside)  # widened: who reads it often need not convert it
+    else:
+        tl.store(logits_ptr + token * E + expert, tl.sum(row * x, axis=0))
 
 
 @triton.jit
@@ -67,9 +77,10 @@ def best(logits_ptr, E: tl.constexpr, E_BLOCK: tl.constexpr, TOP_K: tl.constexpr
     """One token: rank [E_BLOCK] of each expert (0 is the best) and its weight; pads rank last with weight 0."""
     e = tl.arange(0, E_BLOCK)
     logit = _finite(tl.load(logits_ptr + e, mask=e < E, other=float("-inf")))
-    other = _finite(tl.load(logits_ptr + e, mask=e < E, other=float("-inf")))
+    other = tl.load(logits_ptr + e, mask=e < E, other=float("-inf"))
     # compared along the first axis, which a thread has to itself: no shuffles
-    ahead = (other[:, None] > logit[None, :]) | ((other[:, None] == logit[None, :]) & (e[:, None] < e[None, :]))
+    earlier = e[:, None] < e[None, :]
+    ahead = _lowest(other)[:, None] > tl.where(earlier, _below(_lowest(logit))[None, :], _lowest(logit)[None, :])
     rank = tl.sum(ahead.to(tl.int32), axis=0)
     p = tl.exp(logit - tl.max(logit, axis=0))
     counted = tl.where(rank < TOP_K, p, 0.0) if NORMALIZE else p
@@ -80,6 +91,19 @@ def best(logits_ptr, E: tl.constexpr, E_BLOCK: tl.constexpr, TOP_K: tl.constexpr
 def _finite(logit):
     """NaN ranks last: whatever the activations, every slot must name an expert that exists."""
     return tl.where(logit == logit, logit, float("-inf"))
+
+
+@triton.jit
+def _lowest(logit):
+    """NaN and -inf become the lowest number there is, which still has one below it."""
+    return tl.where(logit > -3.4028234663852886e38, logit, -3.4028234663852886e38)
+
+
+@triton.jit
+def _below(logit):
+    """The next lower float32: x > _below(y) is x >= y."""
+    bits = (logit + 0.0).to(tl.int32, bitcast=True)  # -0 becomes +0
+    return tl.where(bits > 0, bits - 1, tl.where(bits == 0, -2147483647, bits + 1)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -100,8 +124,9 @@ def select_kernel(
         j = start + tl.arange(0, J_BLOCK)
         known = (token < T)[None, :] & (j < E)[:, None]
         other = tl.load(logits_ptr + token[None, :] * E + j[:, None], mask=known, other=float("-inf"))
-        other = _finite(other)[:, :, None]  # [J, T, 1]
-        ahead = (other > logit[None, :, :]) | ((other == logit[None, :, :]) & (j[:, None, None] < e[None, None, :]))
+        earlier = j[:, None, None] < e[None, None, :]
+        bound = tl.where(earlier, _below(_lowest(logit))[None, :, :], _lowest(logit)[None, :, :])
+        ahead = _lowest(other)[:, :, None] > bound  # [J, T, E]
         rank += tl.sum(ahead.to(tl.int32), axis=0)
     chosen = (rank < TOP_K) & real
     logit = tl.where((token < T)[:, None], logit, 0.0)  # rows past the end divide by 1, not by 0

@@ -1,0 +1,286 @@
+"""One call of the expert kernels: shapes, configuration, buffers and launches that all routings share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from strata_lab.kernels.gpu import launch
+from strata_lab.kernels.gpu.moe_config import COLUMNS, COMPARED, DECODE_TOKENS, ROUTE_TOKENS, WARP, MoeConfig
+from strata_lab.kernels.gpu.moe_decode import combine_kernel, expert_kernel
+from strata_lab.kernels.gpu.moe_grouped import grouped_kernel, sort_kernel
+from strata_lab.kernels.gpu.moe_half import GROUP
+from strata_lab.kernels.gpu.moe_one import down_one_kernel
+from strata_lab.kernels.gpu.moe_route import (
+    logits_dot_kernel,
+    logits_kernel,
+    norm_kernel,
+    plan_kernel,
+    select_kernel,
+)
+from strata_lab.quant.base import LinearWeight
+
+Plan = tuple[Tensor, Tensor, Tensor]  # experts, pairs and count, see `moe_route`
+
+
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """Who knows the experts of a step.
+
+    Attributes:
+        source: "logits", "ids" (both for one token only) or "plan".
+        weights, ids: [T, top_k]; with "logits" not read.
+        logits: [T, E] of "logits".
+        normalize: whether weights made of logits add up to 1.
+        plan: of "plan".
+    """
+
+    source: str
+    weights: Tensor
+    ids: Tensor
+    logits: Tensor | None = None
+    normalize: bool = True
+    plan: Plan | None = None
+
+
+class Step:
+    """The experts of x [T, hidden]; `norm_logits` replaces x by its norm."""
+
+    def __init__(self, x: Tensor, gate_up: LinearWeight, down: LinearWeight, top_k: int, config: MoeConfig) -> None:
+        assert gate_up.layout == down.layout == "rows" and gate_up.format == down.format, (gate_up.format, down.format)
+        self.x, self.dtype, self.gate_up, self.down, self.top_k, self.config = x, x.dtype, gate_up, down, top_k, config
+        self.tokens, self.hidden = x.shape
+        self.experts, self.width = down.shape[0] // self.hidden, down.shape[1]
+        self.pairs = self.tokens * top_k
+        self.format = gate_up.format
+        self.chunk_codes = 8 if self.format == "bf16" else 16  # elements of `data` in 16 bytes
+        # what h and y are kept in: bfloat16 loses nothing in range, float16 would
+        self.inner = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+        self.unit: Tensor | None = None  # [T], of a float16 x; then the kernels multiply in float16
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Unwritten memory where x is."""
+        return torch.empty(shape, dtype=dtype, device=self.x.device)
+
+    def norm_logits(self, norm_weight: Tensor, eps: float, router: Tensor) -> Tensor:
+        """Router logits [T, E] of the norm of x, for few tokens."""
+        c = self.config
+        rows = min(c.gate_tiles * c.gate_warps, c.shared_tiles * c.shared_warps)
+        half = c.half and self.format == "fp8" and self.dtype != torch.float32 and rows % GROUP == 0
+        h = torch.empty(self.x.shape, dtype=torch.float16 if half else torch.float32, device=self.x.device)
+        self.unit = self.empty(self.tokens, dtype=torch.float32) if half else None
+        logits = _few_logits(self.x, router, norm_weight, eps, h, self.unit)
+        self.x = h
+        return logits
+
+    @property
+    def max_entries(self) -> int:
+        """Most entries that a plan can have."""
+        m = self.config.pairs
+        return min(self.pairs, (self.pairs + (m - 1) * self.experts) // m)
+
+    def empty_plan(self) -> Plan:
+        """Room for a plan, in one allocation."""
+        entries = self.max_entries
+        room = self.empty(entries * (1 + self.config.pairs) + 1, dtype=torch.int32)
+        return room[:entries], room[entries:-1], room[-1:]
+
+    def planned(self, ids: Tensor) -> Plan:
+        """The plan of given ids [T, top_k]."""
+        plan = self.empty_plan()
+        plan_kernel[(1,)](
+            ids, *plan, self.tokens, E_BLOCK=triton.next_power_of_2(self.experts),
+            T_BLOCK=triton.next_power_of_2(self.tokens), TOP_K=self.top_k, M=self.config.pairs,
+            **launch.options(ids.device),
+        )  # fmt: skip
+        return plan
+
+    def decode(
+        self, source: str, weights: Tensor, ids: Tensor, *, residual: Tensor | None = None,
+        logits: Tensor | None = None, plan: Plan | None = None, normalize: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """All that follows the routing, for few tokens."""
+        routed = Routed(source, weights, ids, logits, normalize, plan)
+        h, units = self.hidden_units(routed)
+        if self.tokens == 1 and source != "plan":
+            return self.down_one(h, units, routed, residual)
+        return self.combine(self.down_pairs(h, units, routed), weights, residual)
+
+    def hidden_units(self, routed: Routed) -> tuple[Tensor, Tensor | None]:
+        """h [pairs, width] = silu(gate x) * (up x), and if that is float16 its units [pairs, width / 8]."""
+        c, half = self.config, self.unit is not None
+        h = self.empty(self.pairs, self.width, dtype=torch.float16 if half else self.inner)
+        units = self.empty(self.pairs, -(-self.width // GROUP), dtype=torch.float32) if half else None
+        tiles, warps, programs, registers = (
+            (c.gate_tiles, c.gate_warps, c.gate_programs, c.gate_registers)
+            if routed.plan is None
+            else (c.shared_tiles, c.shared_warps, c.shared_programs, c.shared_registers)
+        )
+        self._products(
+            routed, self.gate_up, self.x, self.unit, h, units, self.width, tiles, warps, programs, registers
+        )  # fmt: skip
+        return h, units
+
+    def down_pairs(self, h: Tensor, units: Tensor | None, routed: Routed) -> Tensor:
+        """y [pairs, hidden] float32."""
+        c = self.config
+        y = self.empty(self.pairs, self.hidden, dtype=torch.float32)
+        self._products(
+            routed, self.down, h, units, y, None, self.hidden,
+            c.down_tiles, c.down_warps, c.down_programs, c.down_registers,
+        )  # fmt: skip
+        return y
+
+    def _chunks(self, w: LinearWeight) -> tuple[int, int]:
+        """Chunks of 16 bytes in a row of `w`, and the power of two to round them up to."""
+        chunks = -(-w.shape[1] // COLUMNS[self.format])
+        return chunks, triton.next_power_of_2(chunks)
+
+    def _options(self, warps: int, registers: int | None) -> dict[str, Any]:
+        """Limits of registers are made for what the configuration is made for: float32 products need more."""
+        limited = registers and (self.unit is not None or not self.config.half)
+        return launch.options(self.x.device, num_warps=warps) | ({"maxnreg": registers} if limited else {})
+
+    def _products(
+        self, routed: Routed, w: LinearWeight, x: Tensor, unit: Tensor | None, out: Tensor, out_unit: Tensor | None,
+        rows: int, tiles: int, warps: int, programs: int, registers: int | None,
+    ) -> None:  # fmt: skip
+        chunks, padded = self._chunks(w)
+        experts, pairs, count = routed.plan or (routed.ids, None, None)
+        grid = (self.top_k if routed.plan is None else self.max_entries) * -(-rows // (tiles * warps))
+        if programs:
+            grid = min(grid, launch.num_sms(x.device) * programs)
+        expert_kernel[(grid,)](
+            x, unit, w.data, w.scales, w.mins, routed.logits, experts, pairs, count, out, out_unit, x.stride(0),
+            ROWS=rows, K=w.shape[1], CHUNKS=chunks, E=self.experts, E_BLOCK=triton.next_power_of_2(self.experts),
+            TOP_K=self.top_k, SOURCE=routed.source, GATED=w is self.gate_up, HOLD=self.config.hold,
+            M=1 if routed.plan is None else self.config.pairs, Q=tiles, R=warps, C=min(WARP, padded),
+            WIDTH=self.chunk_codes, FORMAT=self.format, HALF=unit is not None, ASM=not launch.INTERPRETED,
+            **self._options(warps, registers),
+        )  # fmt: skip
+
+    def down_one(self, h: Tensor, units: Tensor | None, routed: Routed, residual: Tensor | None) -> Tensor:
+        """The result of one token [1, hidden]: down, the sum over its experts and the residual."""
+        w, c = self.down, self.config
+        out = self.empty(1, self.hidden, dtype=self.dtype)
+        chunks, padded = self._chunks(w)
+        span = min(c.one_warps * WARP, padded)
+        slots = triton.next_power_of_2(self.top_k)
+        down_one_kernel[(-(-self.hidden // c.one_rows),)](
+            residual, h, units, w.data, w.scales, w.mins, routed.logits, routed.ids, routed.weights, out,
+            HIDDEN=self.hidden, K=w.shape[1], CHUNKS=chunks, SPAN=span, E=self.experts,
+            E_BLOCK=triton.next_power_of_2(self.experts), TOP_K=self.top_k, SLOTS=slots, NORMALIZE=routed.normalize,
+            SOURCE=routed.source, RESIDUAL=residual is not None, HOLD=c.hold, LATE=c.one_late and self.format == "fp8",
+            Q=c.one_rows, C=min(c.one_warps * WARP, slots * span), WIDTH=self.chunk_codes, FORMAT=self.format,
+            HALF=units is not None, ASM=not launch.INTERPRETED, **self._options(c.one_warps, c.one_registers),
+        )  # fmt: skip
+        return out
+
+    def combine(self, y: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
+        """Sums of y [pairs, hidden] by weight, plus the residual: [T, hidden]."""
+        block = 256
+        out = self.empty(self.tokens, self.hidden, dtype=self.dtype)
+        combine_kernel[(self.tokens, -(-self.hidden // block))](
+            residual, y, weights, out, 0 if residual is None else residual.stride(0), HIDDEN=self.hidden,
+            TOP_K=self.top_k, RESIDUAL=residual is not None, BLOCK=block, **launch.options(y.device, num_warps=2),
+        )  # fmt: skip
+        return out
+
+    def grouped(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None) -> Tensor:
+        """Many tokens x [T, hidden], normalized already; `residual` is added to the result."""
+        c, device = self.config, x.device
+        order = self.empty(self.pairs, dtype=torch.int32)
+        offsets = self.empty(self.experts + 1, dtype=torch.int32)
+        sort_kernel[(self.experts,)](
+            ids, order, offsets, self.pairs, E=self.experts, BLOCK=1024, **launch.options(device)
+        )  # fmt: skip
+        h = self.empty(self.pairs, self.width, dtype=self.inner)
+        y = self.empty(self.pairs, self.hidden, dtype=self.inner)
+        # a tile wider than an expert's share is mostly padding
+        terms = {torch.bfloat16: 1, torch.float16: 2}.get(x.dtype, 3)  # bfloat16 numbers that make an element of x
+        wide = terms > 1  # more shared memory, more registers
+        block_t = min(32 if wide else c.block_t, max(16, triton.next_power_of_2(self.pairs // self.experts)))
+        tiles = -(-self.pairs // block_t) + self.experts
+        warps, stages = (8, 2) if wide else (c.grouped_warps, c.grouped_stages)
+        for w, source, out, rows in ((self.gate_up, x, h, self.width), (self.down, h, y, self.hidden)):
+            grouped_kernel[(tiles, -(-rows // c.block_n))](
+                source, w.data, w.scales, w.mins, order, offsets, out, source.stride(0), ROWS=rows, K=w.shape[1],
+                E=self.experts, E_BLOCK=triton.next_power_of_2(self.experts), TOP_K=self.top_k,
+                GATED=w is self.gate_up, BLOCK_N=c.block_n, BLOCK_T=block_t, BLOCK_K=c.block_k, FORMAT=w.format,
+                DOT=launch.dot_dtype(torch.bfloat16),
+                TERMS=1 if launch.INTERPRETED else terms,
+                **launch.options(device, num_warps=warps, num_stages=stages),
+            )  # fmt: skip
+        return self.combine(y, weights, residual)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x with adjacent columns."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def empty_routing(x: Tensor, top_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Room for weights [T, top_k] float32 and ids [T, top_k]."""
+    shape = (x.shape[0], top_k)
+    weights = torch.empty(shape, dtype=torch.float32, device=x.device)
+    return weights, torch.empty(shape, dtype=dtype, device=x.device)
+
+
+def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of many rows."""
+    tokens, hidden = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    norm_kernel[(tokens,)](
+        x, weight, out, x.stride(0), eps, HIDDEN=hidden, BLOCK=triton.next_power_of_2(hidden),
+        **launch.options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def route_logits(x: Tensor, router: Tensor) -> Tensor:
+    """Router logits [T, E] float32 of x as it is."""
+    tokens, hidden = x.shape
+    if tokens <= DECODE_TOKENS:
+        return _few_logits(x, router, None, 0.0, None, None)
+    experts = router.shape[0]
+    logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
+    widest = x.dtype if x.dtype == router.dtype else torch.float32
+    logits_dot_kernel[(-(-tokens // ROUTE_TOKENS),)](
+        x, router, logits, tokens, x.stride(0), HIDDEN=hidden, E=experts,
+        E_BLOCK=max(16, triton.next_power_of_2(experts)), BLOCK_T=ROUTE_TOKENS, BLOCK_K=64,
+        DOT=launch.dot_dtype(widest), **launch.options(x.device),
+    )  # fmt: skip
+    return logits
+
+
+def _few_logits(
+    x: Tensor, router: Tensor, norm_weight: Tensor | None, eps: float, h: Tensor | None, unit: Tensor | None
+) -> Tensor:  # fmt: skip
+    """Logits [T, E] of x or (with `norm_weight`) its norm, which is then stored in `h`, divided by `unit` if given."""
+    tokens, hidden = x.shape
+    experts, norm = router.shape[0], norm_weight is not None
+    logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
+    logits_kernel[(experts + norm, tokens)](
+        x, norm_weight, router, logits, h, unit, x.stride(0), eps, HIDDEN=hidden, E=experts, NORM=norm,
+        HALF=unit is not None, BLOCK=triton.next_power_of_2(hidden), **launch.options(x.device),
+    )  # fmt: skip
+    return logits
+
+
+def select(
+    logits: Tensor, weights: Tensor, ids: Tensor, normalize: bool, plan: Plan | None = None, m: int = 1
+) -> None:  # fmt: skip
+    """Weights and ids of logits [T, E], and the plan with `m` pairs to an entry."""
+    tokens, experts = logits.shape
+    e_block = triton.next_power_of_2(experts)
+    t_block = min(ROUTE_TOKENS, triton.next_power_of_2(tokens))
+    j_block = max(1, min(e_block, COMPARED // (t_block * e_block)))
+    select_kernel[(-(-tokens // t_block),)](
+        logits, weights, ids, *(plan or (None, None, None)), tokens, E=experts, E_BLOCK=e_block, T_BLOCK=t_block,
+        J_BLOCK=j_block, TOP_K=weights.shape[1], NORMALIZE=normalize, PLAN=plan is not None, M=m,
+        **launch.options(logits.device, num_warps=8),
+    )  # fmt: skip

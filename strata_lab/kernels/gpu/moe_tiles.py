@@ -1,0 +1,82 @@
+"""Tiles of expert weights and of the activations that meet them, in registers.
+
+A tile is [rows, C chunks, WIDTH codes] with 16 bytes to a chunk: a thread owns whole chunks, loads each at once, and
+adds its products by itself. Activations are loaded in the very shape of the tile, the same values in every row: Triton
+then gives them the tile's layout, while a [C, WIDTH] tensor would travel through shared memory with barriers around it.
+That costs nothing where a thread has one row of a tile; more rows are more tiles.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_codes(data_ptr, row, live, chunk, K: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr):
+    """Codes [R, C, WIDTH] of rows `row` (int64, [R, 1] or [R, C]) where `live` (same shape), chunks `chunk` [C]."""
+    STRIDE: tl.constexpr = (K + 31) // 32 * 16 if FORMAT == "int4" else K
+    place = (chunk[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :])[None, :, :]
+    return tl.load(data_ptr + (row * STRIDE)[:, :, None] + place, mask=live[:, :, None] & (place < STRIDE), other=0.0)
+
+
+@triton.jit
+def load_groups(ptr, row, live, chunk, K: tl.constexpr, FORMAT: tl.constexpr):
+    """float16 scales or minima [R, C] of the group each chunk is in; int8 has two chunks to a group of 32."""
+    GROUPS: tl.constexpr = (K + 31) // 32
+    group = (chunk if FORMAT == "int4" else chunk // 2)[None, :]
+    return tl.load(ptr + row * GROUPS + group, mask=live & (group < GROUPS), other=0.0)
+
+
+@triton.jit
+def load_columns(
+    x_ptr, live, chunk, K: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr, HIGH: tl.constexpr
+):  # fmt: skip
+    """x [R, C, WIDTH], equal rows: the columns of `chunk` [C]; HIGH: those of int4's high nibbles.
+
+    `x_ptr` is a scalar or [1, C, 1], `live` likewise.
+    """
+    first = chunk * 32 + HIGH * 16 if FORMAT == "int4" else chunk * WIDTH
+    cols = (first[:, None] + tl.arange(0, WIDTH)[None, :])[None, :, :] + tl.zeros((R, 1, 1), dtype=tl.int32)
+    return tl.load(x_ptr + cols, mask=(cols < K) & live, other=0.0)
+
+
+@triton.jit
+def load_units(ptr, live, chunk, K: tl.constexpr, R: tl.constexpr):
+    """Divisors of h [R, C, 2], equal rows: of each 8 columns of `chunk` [C]. `ptr` and `live` as in `_columns`."""
+    GROUPS: tl.constexpr = (K + 7) // 8
+    group = (chunk[:, None] * 2 + tl.arange(0, 2)[None, :])[None, :, :] + tl.zeros((R, 1, 1), dtype=tl.int32)
+    return tl.load(ptr + group, mask=(group < GROUPS) & live, other=0.0)
+
+
+@triton.jit
+def product(w, scale, low, x, x_high, FORMAT: tl.constexpr):
+    """Sums over the codes of each chunk, [R, C]; group formats with scale and minimum applied."""
+    if FORMAT == "int4":
+        pair = _number(w & 15) * x + _number(w >> 4) * x_high
+        partial = tl.sum(pair, axis=2) * scale.to(tl.float32) + tl.sum(x + x_high, axis=2) * low.to(tl.float32)
+    elif FORMAT == "int8":
+        partial = tl.sum(w.to(tl.float32) * x, axis=2) * scale.to(tl.float32)
+    else:
+        partial = tl.sum(w.to(tl.float32) * x, axis=2)
+    return partial
+
+
+@triton.jit
+def _number(code):
+    """0..15 -> float32 without the conversion unit: as the last bits of 2^23."""
+    return (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
+def joined(ys, Q: tl.constexpr):
+    """Q tensors (1, 2, 4 or 8) of one shape -> one, with further dimensions of 2 that count through them."""
+    if Q == 1:
+        return ys[0]
+    elif Q == 2:
+        return tl.join(ys[0], ys[1])
+    elif Q == 4:
+        return tl.join(tl.join(ys[0], ys[2]), tl.join(ys[1], ys[3]))
+    else:
+        even = tl.join(tl.join(ys[0], ys[4]), tl.join(ys[2], ys[6]))
+        return tl.join(even, tl.join(tl.join(ys[1], ys[5]), tl.join(ys[3], ys[7])))
