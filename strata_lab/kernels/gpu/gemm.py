@@ -81,7 +81,8 @@ def weights(w_ptr, scale_ptr, min_ptr, rows, k, K: tl.constexpr, BLOCK_K: tl.con
             low = tl.load(min_ptr + rows * COUNT + group, mask=group < COUNT, other=0.0)
     if FORMAT == "int4":
         codes = codes_as_floats(data, FORMAT, ASM)
-        return _scaled(codes[0], scale, low, 16.0, 1.0, DOT), _scaled(codes[1], scale, low, 16.0, 1.0, DOT)
+        BASE: tl.constexpr = 1.5 if min_ptr is None else 1.0  # without minima codes are about 8
+        return _scaled(codes[0], scale, low, 16.0, BASE, DOT), _scaled(codes[1], scale, low, 16.0, BASE, DOT)
     elif FORMAT == "int8":
         return (_scaled(codes_as_floats(data, FORMAT, ASM)[0], scale, low, 256.0, 1.5, DOT),)
     elif FORMAT == "fp8" and ASM and tl.bfloat16 == DOT:
@@ -218,6 +219,7 @@ def default_config(weight: LinearWeight, t: int, dtype: torch.dtype, silu_mul: b
     n, k = weight.shape
     block_t = min(max(16, triton.next_power_of_2(t)), 64)  # 128 spills on sm_89 and sm_120
     block_k = 32 if dtype == torch.float32 else 64 if block_t > 32 or weight.data.element_size() > 1 else 128
+    block_k = max(block_k, weight.group_size)
     tiles = -(-(n // 2 if silu_mul else n) // 64)
     steps = -(-k // block_k)
     split = max(1, min(sms // tiles, steps // 4, 8)) if tiles <= MAX_COUNTERS else 1

@@ -27,9 +27,10 @@ from strata_lab.quant.base import LinearWeight
 
 LOAD_BYTES = 16  # what one thread asks for at once
 MAX_ROWS = 4  # of x; more are multiplied on tensor cores
-MAX_CHUNKS = 5  # of a row; more are spread over more threads
+MAX_CHUNKS = 8  # of a row; more are spread over more threads
+PRELOAD_REGISTERS = 64  # of a thread, for weights on their way
+WARPS = 8  # of a program
 LONG = 1 << 15  # outputs from which programs may be large (heads)
-MANY_WAVES = 8  # of programs per multiprocessor, from which an incomplete last one no longer matters
 REFERENCE_SMS = 132  # of an H200, for compiling ahead of time
 HALF_CHAIN = 8  # products of e4m3 codes that are added up in float16
 
@@ -109,7 +110,8 @@ def gemv_kernel(
     STRIDE: tl.constexpr = (K + 31) // 32 * 16 if FORMAT == "int4" else K  # elements of a row of the weight
     OUTS: tl.constexpr = PIECES // 2 if SILU else PIECES
     UNIT: tl.constexpr = 16.0 if FORMAT == "int4" else 256.0  # codes are read as 1 + code / UNIT ...
-    BASE: tl.constexpr = 1.0 if FORMAT == "int4" else 1.5  # ... so that code 0 reads as this
+    ABOUT: tl.constexpr = 8.0 if FORMAT == "int4" and min_ptr is None else 0.0  # the int4 code that means 0
+    BASE: tl.constexpr = 1.0 + ABOUT / 16.0 if FORMAT == "int4" else 1.5  # ... so that what means 0 reads as this
     PEAK: tl.constexpr = 8.0  # of x in float16: HALF products of up to 448 * PEAK stay below 65504
     outputs = N // 2 if SILU else N
 
@@ -201,7 +203,7 @@ def gemv_kernel(
                         total += per_lane(x, VEC)
             if INT:
                 units += (tl.broadcast_to(unit[None, :], [ROWS, LANES]),)
-                if min_ptr is not None:
+                if min_ptr is not None or ABOUT > 0:
                     total = tl.broadcast_to(count.to(tl.float32)[None, :], [ROWS, LANES])
             sums += (total,)
             squares += (sq,)
@@ -226,6 +228,8 @@ def gemv_kernel(
                     part = s * int_dot(w[c * PIECES + p], x0, x1, x2, x3, FORMAT, ASM).to(tl.float32)
                     if min_ptr is not None:
                         part += low[c * PIECES + p].to(tl.float32) * sums[t]
+                    if ABOUT > 0:
+                        part -= ABOUT * s * sums[t]
                     new += (now(acc[p * T + t] + part * units[t], ASM),)
             acc = new
         else:
@@ -270,25 +274,24 @@ def gemv_kernel(
             tl.store(out_ptr + at, v.to(out_ptr.dtype.element_ty), mask=mine)
 
 
-def default_config(weight: LinearWeight, t: int, norm: bool, silu_mul: bool, sms: int) -> GemvConfig:
-    """Tiles for `t` rows of x. Tunable: every valid configuration is right."""
-    n, k = weight.shape
-    outputs = n // 2 if silu_mul else n
-    columns = _columns_per_load(weight)
+def default_config(weight: LinearWeight, t: int, norm: bool, silu_mul: bool, dtype: torch.dtype) -> GemvConfig:
+    """Tiles for `t` rows of x. Tunable: every valid configuration is right.
+
+    Eight warps, two tiles each, all or most of a row requested at once: measured best on an H200 for one row of x
+    (programs are so many and so small that an incomplete last wave does not matter). More rows of x leave fewer
+    registers for weights: float32 x is held by every thread.
+    """
+    outputs = weight.shape[0] // 2 if silu_mul else weight.shape[0]
+    per_load = _columns_per_load(weight)
+    narrow = dtype != torch.float32 and weight.format != "bf16"
+    most = MAX_CHUNKS if t == 1 else 5 if t == 2 and narrow else 3
     lanes = 8
-    while -(-k // (lanes * columns)) > (MAX_CHUNKS if t <= 2 else 3):  # more rows of x leave fewer registers
+    while -(-weight.shape[1] // (lanes * per_load)) > most:
         lanes *= 2
     pieces = 4 if outputs >= LONG and t == 1 and weight.format != "bf16" else 2 if silu_mul or t <= 2 else 1
-    best, best_waste = (1, 1), float("inf")
-    for warps, count in ((8, pieces), (4, pieces), (8, 1), (4, 1)):
-        if count < (2 if silu_mul else 1):
-            continue
-        rows = max(1, warps * 32 // lanes)
-        waves = outputs / (rows * count // (2 if silu_mul else 1)) / sms
-        waste = -(-waves // 1) / waves if waves < MANY_WAVES else 1.0
-        if waste < best_waste - 0.05:  # the first is best where the card is filled alike
-            best, best_waste = (rows, count), waste
-    return GemvConfig(best[0], lanes * columns, best[1], MAX_CHUNKS, share=norm or weight.format != "bf16")
+    preload = most if t > 1 else PRELOAD_REGISTERS // (4 * pieces * (2 if weight.mins is not None else 1))
+    share = (t > 1 and weight.format != "bf16") or norm or weight.group_size > 0
+    return GemvConfig(max(1, WARPS * 32 // lanes), lanes * per_load, pieces, preload, share=share)
 
 
 def _columns_per_load(weight: LinearWeight) -> int:
@@ -310,8 +313,7 @@ def gemv(
     t, k = x.shape
     n = weight.shape[0]
     if config is None:
-        sms = launch.num_sms(x.device) if x.is_cuda else REFERENCE_SMS
-        config = default_config(weight, t, norm_weight is not None, silu_mul, sms)
+        config = default_config(weight, t, norm_weight is not None, silu_mul, x.dtype)
     vec = LOAD_BYTES // weight.data.element_size()
     warps = max(1, config.rows * config.chunk // (32 * _columns_per_load(weight)))
     outs = config.rows * config.pieces // (2 if silu_mul else 1)

@@ -1,11 +1,13 @@
-"""The product with a weight on a GPU: contract of `kernels/linear.py`, three ways to do it by the number of rows of x.
+"""The product with a weight on a GPU: contract of `kernels/linear.py`, four ways to do it by the number of rows of x.
 
-    rows <= gemv.MAX_ROWS    weight straight from memory into CUDA cores: bytes per second is all that matters (gemv.py)
-    rows <= gemm.MAX_ROWS    tensor cores, weight converted in registers (gemm.py)
-    more                     weight expanded once, then cuBLAS (gemm_dense.py)
+    1                         weight straight from memory into CUDA cores: all that matters is bytes (gemv.py)
+    rows <= gemv_mma.MAX_ROWS the same into tensor cores (gemv_mma.py); float32 x and odd widths: gemv.py, gemm.py
+    rows <= gemm.MAX_ROWS     tensor cores through `tl.dot`, weight converted in registers (gemm.py)
+    more                      weight expanded once, then cuBLAS (gemm_dense.py)
 
 All take bfloat16, float16 or float32 activations and accumulate in float32. With float32 activations nothing is rounded
-to less; `dot` and `dense` round scaled weights and normalized activations to a 16-bit dtype of x, as its products take.
+to less. A 16-bit x times the norm's weight is rounded to the dtype of x by all but gemv.py, and weights with scales per
+group by `dot` and `dense`. An int4 weight without minima has codes about 8: w = scale * (code - 8).
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata_lab.kernels.gpu import gemm, gemm_dense, gemv
+from strata_lab.kernels.gpu import gemm, gemm_dense, gemv, gemv_mma
 from strata_lab.kernels.linear import linear_ref
 from strata_lab.quant.base import LinearWeight
 
-Config = gemv.GemvConfig | gemm.DotConfig
+Config = gemv.GemvConfig | gemv_mma.MmaConfig | gemm.DotConfig
 
 
 def linear_triton(
@@ -79,6 +81,10 @@ def _into(
         gemv.gemv(*arguments, config)
     elif isinstance(config, gemm.DotConfig):
         gemm.dot(*arguments, config)
+    elif isinstance(config, gemv_mma.MmaConfig):
+        gemv_mma.gemv_mma(*arguments, config)
+    elif x.shape[0] > 1 and gemv_mma.supports(x, weight, norm_weight):
+        gemv_mma.gemv_mma(*arguments)
     elif x.shape[0] <= gemv.MAX_ROWS:
         gemv.gemv(*arguments)
     elif x.shape[0] <= gemm.MAX_ROWS:

@@ -1,0 +1,146 @@
+"""What `sweep_linear.py` tries: the products of the reference models and every sensible cut of each.
+
+Nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from strata_lab.kernels.gpu import gemm, gemv, gemv_mma
+from strata_lab.kernels.gpu.linear import Config
+from strata_lab.quant import get_format
+from strata_lab.quant.base import LinearWeight
+
+FORMATS = ("fp8", "int4", "int4g128")
+TOKENS = (1, 8, 16)
+HELD_REGISTERS = 96  # of a thread, for weights on their way: more spills
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of a reference model.
+
+    Attributes:
+        name: for people.
+        n, k: shape of the weight.
+        norm, gated: what is fused; without a norm a residual is added.
+        head: logits in float32.
+    """
+
+    name: str
+    n: int
+    k: int
+    norm: bool = False
+    gated: bool = False
+    head: bool = False
+
+
+PRODUCTS = (
+    Product("qkv-moe", 5120, 2560, norm=True),
+    Product("o", 2560, 4096),
+    Product("gate-up", 19456, 2560, norm=True, gated=True),
+    Product("down", 2560, 9728),
+    Product("qkv-dense", 6144, 2560, norm=True),
+    Product("head", 151936, 2560, norm=True, head=True),
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A candidate: `config` None is the default."""
+
+    product: Product
+    fmt: str
+    tokens: int
+    config: Config | None
+
+    @property
+    def group(self) -> tuple[str, str, int]:
+        """What its time is compared within."""
+        return self.product.name, self.fmt, self.tokens
+
+
+def candidates(product: Product, fmt: str, tokens: int) -> list[Config | None]:
+    """The default and every sensible configuration of every path."""
+    found: list[Config | None] = [None]
+    bits = 4 if fmt.startswith("int4") else 16 if fmt == "bf16" else 8
+    if tokens <= 2:
+        found += _gemv_candidates(product, fmt, bits)
+    if tokens <= gemv_mma.MAX_ROWS:
+        found += _mma_candidates(product, bits)
+    if tokens >= 8:
+        found += _dot_candidates(product, fmt, tokens)
+    return found
+
+
+def _gemv_candidates(product: Product, fmt: str, bits: int) -> Iterator[gemv.GemvConfig]:
+    per_load = 128 // bits
+    for lanes in (16, 32, 64):
+        chunks = -(-product.k // (lanes * per_load))
+        for warps in (4, 8):
+            rows = warps * 32 // lanes
+            for pieces in (2, 4) if product.gated or product.n > gemv.LONG else (1, 2):
+                most = HELD_REGISTERS // (4 * pieces * (2 if fmt == "int4" else 1))  # scales and minima as well
+                if chunks > 2 * most:  # what is not requested at once is requested late
+                    continue
+                for share in (True, False) if product.norm or fmt == "int4" else (False, True):
+                    yield gemv.GemvConfig(rows, lanes * per_load, pieces, min(chunks, most), share)
+
+
+def _mma_candidates(product: Product, bits: int) -> Iterator[gemv_mma.MmaConfig]:
+    tiles = -(-product.k * bits // (8 * gemv_mma.TILE_BYTES))
+    for pieces in (2, 4) if product.gated else (1, 2, 4):
+        for warps in (4, 8, 16):
+            chunks = -(-tiles // warps)
+            most = min(chunks, HELD_REGISTERS // (4 * pieces))
+            if warps > tiles:
+                continue
+            block = 8 if bits == 4 else gemv_mma.MAX_ROWS
+            for preload, ahead in ((most, 1), (most, 3), (max(1, most // 2), 2)):
+                yield gemv_mma.MmaConfig(pieces, warps, preload, ahead, block)
+
+
+def _dot_candidates(product: Product, fmt: str, tokens: int) -> Iterator[gemm.DotConfig]:
+    block_t = 16 if tokens <= 16 else 32
+    for block_n, block_k, warps, stages in (
+        (32, 256, 4, 3), (64, 256, 4, 3), (64, 128, 4, 4), (64, 128, 4, 3), (128, 128, 8, 3), (16, 256, 4, 4),
+    ):  # fmt: skip
+        if fmt == "bf16" and block_k > 128:
+            continue
+        tiles = -(-(product.n // 2 if product.gated else product.n) // block_n)
+        steps = -(-product.k // block_k)
+        for split in (1, 2, 4, 8):
+            if tiles <= gemm.MAX_COUNTERS and split <= steps // 2 and (split == 1 or tiles * split <= 132 * 8):
+                yield gemm.DotConfig(block_n, block_t, block_k, split, warps, stages)
+
+
+def tasks(formats: Sequence[str], tokens: Sequence[int], products: Sequence[Product] = PRODUCTS) -> list[Task]:
+    """All candidates: what is named first among formats and tokens comes first, products in their order."""
+    ranked = sorted((i + j, i, fmt, t) for i, fmt in enumerate(formats) for j, t in enumerate(tokens))
+    groups = [(product, fmt, t) for _, _, fmt, t in ranked for product in products]
+    return [Task(product, fmt, t, config) for product, fmt, t in groups for config in candidates(product, fmt, t)]
+
+
+def random_weight(fmt: str, n: int, k: int, device: torch.device) -> LinearWeight:
+    """A weight [n, k] of about unit gain."""
+    if fmt != "int4g128":
+        return get_format(fmt).quantize(torch.randn(n, k, device=device) / k**0.5)
+    assert k % 128 == 0, k
+    data = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
+    scales = ((torch.rand(n, k // 128, device=device) + 0.5) / (4.6 * k**0.5)).half()  # codes deviate by 4.6
+    return LinearWeight("int4", (n, k), data, scales, group_size=128)
+
+
+def exact_weight(weight: LinearWeight) -> LinearWeight:
+    """The numbers it stands for, float32."""
+    if weight.format != "int4" or weight.mins is not None:
+        return LinearWeight("fp32", weight.shape, get_format(weight.format).dequantize(weight))
+    assert weight.scales is not None
+    packed = weight.data.unflatten(1, (-1, 16))
+    codes = torch.cat([packed & 0x0F, packed >> 4], dim=-1).flatten(1).float() - 8
+    grouped = codes.unflatten(1, (-1, weight.group_size)) * weight.scales.float().unsqueeze(-1)
+    return LinearWeight("fp32", weight.shape, grouped.flatten(1))
