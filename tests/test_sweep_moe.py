@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,42 @@ def test_the_weights_and_the_expected_result_are_those_of_the_geometry(monkeypat
     y = moe_block_ref(wide[0], wide[1], 1e-6, bench.router.double(), *bench.experts[0], top_k=2, normalize=True)
     assert bench.exact is not None
     assert (y - bench.exact).abs().max() < 2e-2 * y.abs().max()
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_every_stage_of_a_step_is_checked_and_can_be_called_alone(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    from strata_lab.bench import ceilings
+    from strata_lab.kernels.gpu import launch
+
+    if not launch.INTERPRETED:
+        pytest.skip("the sweep itself runs on a card")
+    for name, value in (("HIDDEN", 32), ("WIDTH", 16), ("EXPERTS", 4), ("TOP_K", 2), ("CALLS", 1), ("COPIES", 1)):
+        monkeypatch.setattr(sweep_moe, name, value)
+    shapes: list[tuple[int, ...]] = []
+
+    def once(calls: list[Any], device: torch.device) -> float:
+        (call,) = calls
+        result = call()
+        shapes.append(tuple(result.shape) if isinstance(result, torch.Tensor) else ())
+        return 3.0
+
+    monkeypatch.setattr(ceilings, "median_us", once)
+    bench = sweep_moe.Bench("fp8", tokens, torch.device("cpu"))
+    wide = {"gate_warps": 16, "gate_tiles": 1, "one_rows": 8, "shared_warps": 16, "shared_tiles": 1, "down_warps": 32}
+    for stage in (*stages(tokens), "block"):
+        result = sweep_moe.measured(bench, stage, wide | {"down_tiles": 1}, 1e12)
+        assert (result.problem, result.us) == ("", 3.0)
+    alone = [(1, 4), (), (1, 32), (1, 32)] if tokens == 1 else [(2, 4), (), (), (4, 32), (2, 32), (2, 32)]
+    assert shapes == alone
+    bench.exact = -bench.exact if bench.exact is not None else None
+    wrong = sweep_moe.measured(bench, "down", wide | {"down_tiles": 1}, 1e12)
+    assert wrong.us is None
+    assert wrong.problem.startswith("wrong")
+    failed = sweep_moe.measured(bench, "down", {"nothing": 1}, 1e12)
+    assert failed.us is None
+    assert "nothing" in failed.problem
 
 
 def test_a_pool_that_has_nothing_to_do_costs_nothing() -> None:

@@ -18,7 +18,7 @@ import triton.language as tl
 from strata_lab.kernels.gpu.launch import trigger, wait
 from strata_lab.kernels.gpu.moe_half import PEAK, sums_of_eight
 from strata_lab.kernels.gpu.moe_route import best
-from strata_lab.kernels.gpu.moe_tiles import joined, load_codes, load_columns, load_groups, load_units, product
+from strata_lab.kernels.gpu.moe_tiles import joined, load_activations, load_groups, load_row_units, load_rows, product
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def _tile(
     codes, scales, mins = (), (), ()
     for start in tl.static_range(0, CHUNKS, C):
         chunk = start + tl.arange(0, C)
-        codes += (load_codes(data_ptr, row, live, chunk, K, WIDTH, FORMAT),)
+        codes += (load_rows(data_ptr, row, live, start, K, C, WIDTH, FORMAT),)
         scales += (
             load_groups(scales_ptr, row, live, chunk, K, FORMAT) if FORMAT == "int8" or FORMAT == "int4" else 1.0,
         )
@@ -58,23 +58,22 @@ def _multiply(
             up_sums += (tl.zeros((R, C), dtype=tl.float32),)
     xs, units = (), ()
     for c in tl.static_range(0, CHUNKS, C):
-        chunk = c + tl.arange(0, C)
         next_sums, next_up_sums = (), ()
         if not HALF or c == 0:
             xs, units = (), ()
             for m in tl.static_range(COUNT):
-                xs += (load_columns(sources[m], pairs[m] >= 0, chunk, K, R, WIDTH, FORMAT, 0),)
+                xs += (load_activations(sources[m], pairs[m] >= 0, c, K, R, C, WIDTH, FORMAT, 0),)
                 if HALF and not GATED:
-                    units += (load_units(unit_ptr + pairs[m].to(tl.int64) * GROUPS, pairs[m] >= 0, chunk, K, R),)
+                    units += (load_row_units(unit_ptr + pairs[m].to(tl.int64) * GROUPS, pairs[m] >= 0, c, K, R, C),)
                 else:
                     units += (1.0,)
         xs_now, units_now = xs, units
         if HALF and c + C < CHUNKS:  # asked for a chunk ahead: asm stays in order, so nobody else would
             xs, units = (), ()
             for m in tl.static_range(COUNT):
-                xs += (load_columns(sources[m], pairs[m] >= 0, chunk + C, K, R, WIDTH, FORMAT, 0),)
+                xs += (load_activations(sources[m], pairs[m] >= 0, c + C, K, R, C, WIDTH, FORMAT, 0),)
                 if not GATED:
-                    units += (load_units(unit_ptr + pairs[m].to(tl.int64) * GROUPS, pairs[m] >= 0, chunk + C, K, R),)
+                    units += (load_row_units(unit_ptr + pairs[m].to(tl.int64) * GROUPS, pairs[m] >= 0, c + C, K, R, C),)
                 else:
                     units += (1.0,)
         for m in tl.static_range(COUNT):
@@ -89,7 +88,7 @@ def _multiply(
                 x = xs_now[m].to(tl.float32)
                 high = x
                 if FORMAT == "int4":
-                    high = load_columns(sources[m], pairs[m] >= 0, chunk, K, R, WIDTH, FORMAT, 1).to(tl.float32)
+                    high = load_activations(sources[m], pairs[m] >= 0, c, K, R, C, WIDTH, FORMAT, 1).to(tl.float32)
                 for q in tl.static_range(Q):
                     part = product(gates[q][0][c // C], gates[q][1][c // C], gates[q][2][c // C], x, high, FORMAT)
                     next_sums += (sums[m * Q + q] + part,)

@@ -21,6 +21,36 @@ def load_codes(data_ptr, row, live, chunk, K: tl.constexpr, WIDTH: tl.constexpr,
 
 
 @triton.jit
+def load_rows(
+    data_ptr, row, live, START: tl.constexpr, K: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Codes [R, C, WIDTH] of rows `row` (int64, [R, 1]) where `live`, C chunks from START on.
+
+    Loaded flat: so a warp gets a row in every version of Triton, and sums need no shared memory.
+    """
+    STRIDE: tl.constexpr = (K + 31) // 32 * 16 if FORMAT == "int4" else K
+    place = START * WIDTH + tl.arange(0, C * WIDTH)[None, :]
+    w = tl.load(data_ptr + row * STRIDE + place, mask=live & (place < STRIDE), other=0.0)
+    return tl.reshape(w, (row.shape[0], C, WIDTH))
+
+
+@triton.jit
+def load_activations(
+    x_ptr, live, START: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr, HIGH: tl.constexpr,
+):  # fmt: skip
+    """What meets `load_rows`: `load_columns` of C chunks from START on, for a scalar `x_ptr` and `live`."""
+    col = tl.arange(0, C * WIDTH)
+    if FORMAT == "int4":
+        col = START * 32 + col // 16 * 32 + col % 16 + HIGH * 16
+    else:
+        col += START * WIDTH
+    cols = tl.broadcast_to(col[None, :], (R, C * WIDTH))
+    return tl.reshape(tl.load(x_ptr + cols, mask=(cols < K) & live, other=0.0), (R, C, WIDTH))
+
+
+@triton.jit
 def load_groups(ptr, row, live, chunk, K: tl.constexpr, FORMAT: tl.constexpr):
     """float16 scales or minima [R, C] of the group each chunk is in; int8 has two chunks to a group of 32."""
     GROUPS: tl.constexpr = (K + 31) // 32
@@ -47,6 +77,13 @@ def load_units(ptr, live, chunk, K: tl.constexpr, R: tl.constexpr):
     GROUPS: tl.constexpr = (K + 7) // 8
     group = (chunk[:, None] * 2 + tl.arange(0, 2)[None, :])[None, :, :] + tl.zeros((R, 1, 1), dtype=tl.int32)
     return tl.load(ptr + group, mask=(group < GROUPS) & live, other=0.0)
+
+
+@triton.jit
+def load_row_units(ptr, live, START: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """`load_units` of C chunks from START on, for a scalar `ptr` and `live`; flat as `load_rows`."""
+    group = tl.broadcast_to(START * 2 + tl.arange(0, C * 2)[None, :], (R, C * 2))
+    return tl.reshape(tl.load(ptr + group, mask=(group < (K + 7) // 8) & live, other=0.0), (R, C, 2))
 
 
 @triton.jit
