@@ -126,9 +126,9 @@ def test_the_hand_made_warp_rounds_and_permutes_as_the_isa_says() -> None:
     [
         (1, 20, 96, ("norm", "bias"), gemv_mma.MmaConfig(1, 1, 1)),
         (3, 21, 160, ALL, gemv_mma.MmaConfig(2, 2, 1, ahead=1)),
-        (9, 17, 320, ("residual",), gemv_mma.MmaConfig(4, 2, 2)),
-        (11, 13, 576, ("norm", "gate"), gemv_mma.MmaConfig(4, 4, 2, block=8)),
-        (16, 9, 544, ("norm",), gemv_mma.MmaConfig(2, 4, 8, ahead=4)),
+        (9, 17, 192, ("residual",), gemv_mma.MmaConfig(4, 2, 2)),
+        (11, 13, 320, ("norm", "gate"), gemv_mma.MmaConfig(4, 2, 2, block=8)),
+        (16, 9, 288, ("norm",), gemv_mma.MmaConfig(2, 2, 8, ahead=4)),
     ],
 )
 def test_every_cut_gives_the_product(

@@ -222,8 +222,10 @@ def default_config(weight: LinearWeight, t: int, dtype: torch.dtype, silu_mul: b
     block_k = max(block_k, weight.group_size)
     tiles = -(-(n // 2 if silu_mul else n) // 64)
     steps = -(-k // block_k)
-    split = max(1, min(sms // tiles, steps // 4, 8)) if tiles <= MAX_COUNTERS else 1
-    return DotConfig(64, block_t, block_k, split, 4, 3)
+    programs = sms * (2 if block_t <= 32 else 1)  # with more rows partial sums weigh as much as the weight
+    split = max(1, min(programs // tiles, steps // 4, 8)) if tiles <= MAX_COUNTERS else 1
+    warps = 8 if dtype == torch.float32 and weight.format == "int4" else 4  # four spill on sm_89
+    return DotConfig(64, block_t, block_k, split, warps, 3)
 
 
 def dot(

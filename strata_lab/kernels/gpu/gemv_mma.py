@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strata_lab.kernels.gpu import launch
-from strata_lab.kernels.gpu.mma_asm import chain, codes_as_pairs, paired, squares, sums, times
+from strata_lab.kernels.gpu.mma_asm import by_token, chain, codes_as_pairs, paired, spread, squares, sums, times
 from strata_lab.quant.base import LinearWeight
 
 MAX_ROWS = 16  # of x
@@ -77,6 +77,39 @@ def _groups(ptr, low, high, chunk, e, COLS: tl.constexpr, K: tl.constexpr, GROUP
 
 
 @triton.jit
+def _group_words(scale_ptr, min_ptr, low, high, chunk, e, K: tl.constexpr, INSIDE: tl.constexpr):
+    """Scales and minima of four groups of 32 columns to a chunk, two a word, as `spread` takes them."""
+    COUNT: tl.constexpr = K // 64  # words of a row
+    word = chunk * 2 + e // 4 % 2
+    at = tl.where(e % 2 == 0, low, high) * COUNT + word
+    scale = scale_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at
+    least = min_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at
+    pointers = tl.where(e % 4 < 2, scale, least)
+    if INSIDE:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=word < COUNT, other=0)
+
+
+@triton.jit
+def _requested(w_ptr, scale_ptr, min_ptr, low, high, chunk, e, COLS: tl.constexpr, K: tl.constexpr,
+               GROUP: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr, HIGH: tl.constexpr,
+               INSIDE: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
+    """A chunk of 16 rows: tuples of tiles of the weight, its scales, its minima, and both of them packed."""
+    w = (_weight_words(w_ptr, low, chunk, e, INSIDE, STRIDE),)
+    if HIGH:
+        w += (_weight_words(w_ptr, high, chunk, e, INSIDE, STRIDE),)
+    scale, least, both = (), (), ()
+    if PACKED:
+        both += (_group_words(scale_ptr, min_ptr, low, high, chunk, e, K, INSIDE),)
+    elif GROUP > 0:
+        scale += (_groups(scale_ptr, low, high, chunk, e, COLS, K, GROUP, SLOTS, INSIDE),)
+        if min_ptr is not None:
+            least += (_groups(min_ptr, low, high, chunk, e, COLS, K, GROUP, SLOTS, INSIDE),)
+    return w, scale, least, both
+
+
+@triton.jit
 def _x_words(ptr, r, e, chunk, limit, PART: tl.constexpr, NT: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr,
              SLOTS: tl.constexpr, INSIDE: tl.constexpr):  # fmt: skip
     """Words 4 PART.. of a lane's columns for columns 8 NT.. of the product, of `limit` rows; None: one row for all."""
@@ -92,17 +125,6 @@ def _x_words(ptr, r, e, chunk, limit, PART: tl.constexpr, NT: tl.constexpr, K: t
         if not INSIDE:
             mask = mask & (at < K // 2)
         return tl.load(ptr + n // SLOTS * (K // 2) + at, mask=mask, other=0)
-
-
-@triton.jit
-def _by_token(v, SLOTS: tl.constexpr):
-    """[g, 4 lanes, h, 2] by columns of the product -> [g, 4 | 2, h, 2 | 1] by rows of x: the slots are added up."""
-    if SLOTS > 1:
-        v = tl.sum(v, axis=3, keep_dims=True)
-    if SLOTS > 2:
-        v = tl.sum(tl.reshape(v, [v.shape[0], 2, 2, v.shape[2]]), axis=2)
-        v = tl.reshape(v, [v.shape[0], 2, v.shape[2], 1])
-    return v
 
 
 @triton.jit
@@ -123,6 +145,7 @@ def gemv_mma_kernel(
     NT: tl.constexpr = (BLOCK * SLOTS + 7) // 8
     PAIRS: tl.constexpr = (PIECES + 1) // 2
     HIGH: tl.constexpr = PIECES > 1
+    PACKED: tl.constexpr = SLOTS == 4 and min_ptr is not None and K % 64 == 0  # scales with minima
     ZERO: tl.constexpr = 8 if FORMAT == "int4" and min_ptr is None else 0
     outputs = N // 2 if SILU else N
 
@@ -141,16 +164,12 @@ def gemv_mma_kernel(
     if norm_ptr is not None:
         norm_ptr = norm_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
 
-    w, scale, least = (), (), ()
+    w, scale, least, both = (), (), (), ()
     for c in tl.static_range(PRELOAD):
         for p in tl.static_range(PAIRS):
-            w += (_weight_words(w_ptr, low[p], c * WARPS + r // 8, e, c < WHOLE, STRIDE),)
-            if HIGH:
-                w += (_weight_words(w_ptr, high[p], c * WARPS + r // 8, e, c < WHOLE, STRIDE),)
-            if GROUPED:
-                scale += (_groups(scale_ptr, low[p], high[p], c * WARPS + r // 8, e, COLS, K, GROUP, SLOTS, c < WHOLE),)
-            if min_ptr is not None:
-                least += (_groups(min_ptr, low[p], high[p], c * WARPS + r // 8, e, COLS, K, GROUP, SLOTS, c < WHOLE),)
+            new = _requested(w_ptr, scale_ptr, min_ptr, low[p], high[p], c * WARPS + r // 8, e, COLS, K, GROUP, SLOTS,
+                             PACKED, HIGH, c < WHOLE, STRIDE)  # fmt: skip
+            w, scale, least, both = w + new[0], scale + new[1], least + new[2], both + new[3]
     launch.wait(PDL)
     launch.trigger(PDL)
 
@@ -172,15 +191,14 @@ def gemv_mma_kernel(
                 if u // NT + PRELOAD < CHUNKS:
                     chunk = (u // NT + PRELOAD) * WARPS + r // 8
                     for p in tl.static_range(PAIRS):
-                        w += (_weight_words(w_ptr, low[p], chunk, e, u // NT + PRELOAD < WHOLE, STRIDE),)
-                        if HIGH:
-                            w += (_weight_words(w_ptr, high[p], chunk, e, u // NT + PRELOAD < WHOLE, STRIDE),)
-                        if GROUPED:
-                            scale += (_groups(scale_ptr, low[p], high[p], chunk, e, COLS, K, GROUP, SLOTS,
-                                              u // NT + PRELOAD < WHOLE),)  # fmt: skip
-                        if min_ptr is not None:
-                            least += (_groups(min_ptr, low[p], high[p], chunk, e, COLS, K, GROUP, SLOTS,
-                                              u // NT + PRELOAD < WHOLE),)  # fmt: skip
+                        new = _requested(w_ptr, scale_ptr, min_ptr, low[p], high[p], chunk, e, COLS, K, GROUP, SLOTS,
+                                         PACKED, HIGH, u // NT + PRELOAD < WHOLE, STRIDE)  # fmt: skip
+                        w, scale, least, both = w + new[0], scale + new[1], least + new[2], both + new[3]
+                if PACKED:
+                    for p in tl.static_range(PAIRS):
+                        one = spread(both[u // NT * PAIRS + p], ASM)
+                        scale += (one[0],)
+                        least += (one[1],)
                 codes = ()
                 for p in tl.static_range(PIECES):
                     codes += (codes_as_pairs(w[u // NT * PIECES + p], FORMAT, FP16, ZERO, ASM),)
@@ -227,11 +245,11 @@ def gemv_mma_kernel(
     for i in tl.static_range(PAIRS * NT):
         token = (i % NT) * (8 // SLOTS) + v // (2 * SIDE) % LANES * SIDE + v % SIDE
         y = tl.sum(tl.reshape(acc[i], [WARPS, 128]), axis=0)
-        y = tl.reshape(_by_token(tl.reshape(y, [8, 4, 2, 2]), SLOTS), v.shape)
+        y = tl.reshape(by_token(tl.reshape(y, [8, 4, 2, 2]), SLOTS), v.shape)
         if norm_ptr is not None:
             diagonal = (e // 2 % 2 == 0) & (e // 4 * 2 + e % 2 == r % 8)
             s = tl.sum(tl.where(diagonal, square[i % NT], 0.0), axis=0)
-            s = _by_token(tl.sum(tl.reshape(s, [1, 4, 2, 2]), axis=2, keep_dims=True), SLOTS)
+            s = by_token(tl.sum(tl.reshape(s, [1, 4, 2, 2]), axis=2, keep_dims=True), SLOTS)
             s = tl.reshape(tl.broadcast_to(s, [8, LANES, 2, SIDE]), v.shape)
             y *= tl.rsqrt(s / K + eps)
         if SILU:
@@ -264,7 +282,7 @@ def default_config(weight: LinearWeight, t: int) -> MmaConfig:
     """Tiles for `t` rows of x. Tunable: every valid configuration is right."""
     tiles = -(-_row_bytes(weight) // TILE_BYTES)  # of a row
     warps = 16 if tiles > 128 and weight.group_size == 0 else 8 if tiles > 4 else 4
-    held = 8 + (4 if weight.scales is not None and weight.group_size else 0) + (4 if weight.mins is not None else 0)
+    held = 8 + (4 if weight.group_size else 0)
     wide = t * slots(weight) > 8
     preload = max(1, (WIDE_X_REGISTERS if wide else REGISTERS) // held)
     return MmaConfig(2, warps, preload, 1 if wide and weight.format == "int4" else 2, MAX_COLUMNS // slots(weight))
@@ -294,6 +312,8 @@ def supports(x: Tensor, weight: LinearWeight, norm_weight: Tensor | None) -> boo
         and k % 32 == 0
         and weight.group_size in (0, 32, 64, 128)
         and weight.nbytes < 1 << 33
+        and (weight.scales is None or weight.scales.data_ptr() % 4 == 0)
+        and (weight.mins is None or weight.mins.data_ptr() % 4 == 0)
         and all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
     )
 

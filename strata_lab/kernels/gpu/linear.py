@@ -116,6 +116,9 @@ def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"{name}-float32-{t}", _aot_call(name, 5120, 2560, t, True, False, torch.float32)
         for t in (1, 16):
             yield f"{name}-head-{t}", _aot_head(name, 151936, 2560, t)
+    for shape, t in (("qkv-moe", 1), ("gate-up", 1), ("down", 1), ("qkv-moe", 8), ("down", 16)):
+        n, k, norm, gated, _ = _SHAPES[shape]
+        yield f"int4g128-{shape}-{t}", _aot_call("int4g128", n, k, t, norm, gated, torch.bfloat16)
 
 
 def _aot_weight(name: str, n: int, k: int) -> LinearWeight:
@@ -126,6 +129,9 @@ def _aot_weight(name: str, n: int, k: int) -> LinearWeight:
         return LinearWeight(name, (n, k), empty(n, k, dtype=torch.bfloat16))
     if name == "fp8":
         return LinearWeight(name, (n, k), empty(n, k, dtype=torch.float8_e4m3fn), empty(n, 1, dtype=torch.float32))
+    if name == "int4g128":
+        scales = empty(n, k // 128, dtype=torch.float16)
+        return LinearWeight("int4", (n, k), empty(n, k // 2, dtype=torch.uint8), scales, group_size=128)
     groups = -(-k // 32)
     scales = empty(n, groups, dtype=torch.float16)
     if name == "int8":

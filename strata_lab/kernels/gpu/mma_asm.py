@@ -96,6 +96,14 @@ def _paired() -> str:
     return "\n".join([*lines, *(f"mov.b32 ${i}, r{i};" for i in range(8)), "}"])
 
 
+def _spread() -> str:
+    """Words of two float16: scales of both rows, minima of both rows -> float32, scales $0-$3 and minima $4-$7."""
+    lines = ["{", ".reg .b16 l, h;", ".reg .f32 r<8>;"]
+    for i in range(4):
+        lines += [f"mov.b32 {{l, h}}, ${8 + i};", f"cvt.f32.f16 r{2 * i}, l;", f"cvt.f32.f16 r{2 * i + 1}, h;"]
+    return "\n".join([*lines, *(f"mov.f32 ${i}, r{i};" for i in range(8)), "}"])
+
+
 def _operands(words: int) -> tl.constexpr:
     return tl.constexpr(",".join(["=f"] * 4 + ["r"] * words + ["f"] * 4))
 
@@ -112,7 +120,7 @@ FP8_0, FP8_1 = tl.constexpr(_unpack("fp8", False)), tl.constexpr(_unpack("fp8", 
 INT8_0, INT8_1 = tl.constexpr(_unpack("int8", False)), tl.constexpr(_unpack("int8", True))
 INT4_00, INT4_08 = tl.constexpr(_unpack("int4", False)), tl.constexpr(_unpack("int4", False, 8))
 INT4_10, INT4_18 = tl.constexpr(_unpack("int4", True)), tl.constexpr(_unpack("int4", True, 8))
-PAIRED = tl.constexpr(_paired())
+PAIRED, SPREAD = tl.constexpr(_paired()), tl.constexpr(_spread())
 IN_4, IN_8, IN_12, IN_16 = _operands(4), _operands(8), _operands(12), _operands(16)
 IN_24, IN_32, IN_48 = _operands(24), _operands(32), _operands(48)
 
@@ -174,6 +182,21 @@ def paired(x0, x1, ASM: tl.constexpr):
 
 
 @triton.jit
+def spread(w, ASM: tl.constexpr):
+    """Words (scales of row g, of row g + 8, minima of row g, of row g + 8), each for columns 2 q and 2 q + 1 of the
+    product -> scales, minima, float32, laid out as a result tile."""
+    if ASM:
+        kinds: tl.constexpr = (tl.float32, tl.float32)
+        text: tl.constexpr = "=f,=f,=f,=f,=f,=f,=f,=f,r,r,r,r"
+        return tl.inline_asm_elementwise(SPREAD, text, [w], dtype=kinds, is_pure=False, pack=4)
+    else:
+        rows: tl.constexpr = w.shape[0]
+        scale, least = tl.split(tl.permute(tl.reshape(w, [rows, 4, 2, 2]), [0, 1, 3, 2]))
+        scale, least = tl.join(_low(scale, True), _high(scale, True)), tl.join(_low(least, True), _high(least, True))
+        return tl.reshape(scale, [rows, 16]), tl.reshape(least, [rows, 16])
+
+
+@triton.jit
 def chain(acc, low, high, x, FP16: tl.constexpr, ASM: tl.constexpr):
     """acc + the product of 16 rows (tuples of tiles: rows 0-7, rows 8-15 or nothing) with 8 columns of x."""
     TILES: tl.constexpr = len(low)
@@ -227,6 +250,17 @@ def sums(acc, x0, x1, FP16: tl.constexpr, ASM: tl.constexpr):
         one = _join(_low(x0, FP16) * 0.0 + 1.0, _low(x0, FP16) * 0.0 + 1.0, FP16)
         total = _grams(one, x0, FP16) + _grams(one, x1, FP16)
         return acc + _fragment(total, total)
+
+
+@triton.jit
+def by_token(v, SLOTS: tl.constexpr):
+    """[g, 4 lanes, h, 2] by columns of the product -> [g, 4 | 2, h, 2 | 1] by rows of x: the slots are added up."""
+    if SLOTS > 1:
+        v = tl.sum(v, axis=3, keep_dims=True)
+    if SLOTS > 2:
+        v = tl.sum(tl.reshape(v, [v.shape[0], 2, 2, v.shape[2]]), axis=2)
+        v = tl.reshape(v, [v.shape[0], 2, v.shape[2], 1])
+    return v
 
 
 @triton.jit
