@@ -106,7 +106,7 @@ def _assert_close(actual: Tensor, exact: Tensor, relative: float = RELATIVE) -> 
     assert (error <= relative * exact.abs().amax(dim=-1)).all(), (error / exact.abs().amax(dim=-1)).max()
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 9, 16, 17])
+@pytest.mark.parametrize("tokens", [1, 2, 16, 17])
 def test_the_block_of_fp8_experts_is_the_composition_at_every_batch_size(tokens: int, device: torch.device) -> None:
     w = _weights("fp8", 32, 16, device)
     x = torch.randn(tokens, 32, device=device)
@@ -248,7 +248,7 @@ def _clear_of_ties(tokens: int, hidden: int, device: torch.device) -> tuple[Tens
     return x.to(device, torch.float16), router.to(device, torch.float16)
 
 
-@pytest.mark.parametrize(("tokens", "hidden", "width"), [(1, 48, 40), (1, 50, 21), (3, 50, 21), (5, 48, 40)])
+@pytest.mark.parametrize(("tokens", "hidden", "width"), [(1, 48, 40), (1, 50, 21), (3, 50, 21)])
 def test_products_in_float16_round_no_more_than_that(
     tokens: int, hidden: int, width: int, device: torch.device
 ) -> None:
