@@ -71,7 +71,7 @@ def candidates(product: Product, fmt: str, tokens: int) -> list[Config | None]:
     if tokens <= 2:
         found += _gemv_candidates(product, fmt, bits)
     if tokens <= gemv_mma.MAX_ROWS:
-        found += _mma_candidates(product, bits)
+        found += _mma_candidates(product, bits, tokens)
     if tokens >= 8:
         found += _dot_candidates(product, fmt, tokens)
     return found
@@ -91,13 +91,13 @@ def _gemv_candidates(product: Product, fmt: str, bits: int) -> Iterator[gemv.Gem
                     yield gemv.GemvConfig(rows, lanes * per_load, pieces, min(chunks, most), share)
 
 
-def _mma_candidates(product: Product, bits: int) -> Iterator[gemv_mma.MmaConfig]:
+def _mma_candidates(product: Product, bits: int, tokens: int) -> Iterator[gemv_mma.MmaConfig]:
     tiles = -(-product.k * bits // (8 * gemv_mma.TILE_BYTES))
     for pieces in (2, 4) if product.gated else (1, 2, 4):
         for warps in (4, 8, 16):
             chunks = -(-tiles // warps)
             most = min(chunks, HELD_REGISTERS // (4 * pieces))
-            if warps > tiles:
+            if warps > tiles or (bits == 4 and tokens > 2 and (pieces > 2 or warps > 8)):  # the latter spill
                 continue
             block = 8 if bits == 4 else gemv_mma.MAX_ROWS
             for preload, ahead in ((most, 1), (most, 3), (max(1, most // 2), 2)):

@@ -22,7 +22,18 @@ import triton.language as tl
 from torch import Tensor
 
 from strata_lab.kernels.gpu import launch
-from strata_lab.kernels.gpu.mma_asm import by_token, chain, codes_as_pairs, paired, spread, squares, sums, times
+from strata_lab.kernels.gpu.mma_asm import (
+    ask,
+    by_token,
+    chain,
+    codes_as_pairs,
+    half_as_float,
+    paired,
+    spread,
+    squares,
+    sums,
+    times,
+)
 from strata_lab.quant.base import LinearWeight
 
 MAX_ROWS = 16  # of x
@@ -64,48 +75,40 @@ def _weight_words(ptr, rows, chunk, e, INSIDE: tl.constexpr, STRIDE: tl.constexp
 
 
 @triton.jit
-def _groups(ptr, low, high, chunk, e, COLS: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr,
-            INSIDE: tl.constexpr):  # fmt: skip
-    """Per element of a result tile the value of its row's and column's group, float32."""
+def _groups(ptr, low, high, chunk, e, like, COLS: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+            SLOTS: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+    """Per element of a result tile the float16 of its row's and column's group; beyond the last that of the last."""
     COUNT: tl.constexpr = (K + GROUP - 1) // GROUP
-    row = tl.where(e // 2 % 2 == 0, low, high)
-    group = chunk * COLS // GROUP + (e // 4 * 2 + e % 2) % SLOTS
-    if INSIDE:
-        return tl.load(ptr + row * COUNT + group)
-    else:
-        return tl.load(ptr + row * COUNT + group, mask=group < COUNT, other=0.0)
+    group = tl.minimum(chunk * COLS // GROUP + (e // 4 * 2 + e % 2) % SLOTS, COUNT - 1)
+    at = tl.where(e // 2 % 2 == 0, low, high) * COUNT + group
+    return ask(ptr.to(tl.pointer_type(tl.int16), bitcast=True) + at, like, ASM)
 
 
 @triton.jit
-def _group_words(scale_ptr, min_ptr, low, high, chunk, e, K: tl.constexpr, INSIDE: tl.constexpr):
+def _group_words(scale_ptr, min_ptr, low, high, chunk, e, like, K: tl.constexpr, ASM: tl.constexpr):
     """Scales and minima of four groups of 32 columns to a chunk, two a word, as `spread` takes them."""
     COUNT: tl.constexpr = K // 64  # words of a row
-    word = chunk * 2 + e // 4 % 2
-    at = tl.where(e % 2 == 0, low, high) * COUNT + word
+    at = tl.where(e % 2 == 0, low, high) * COUNT + tl.minimum(chunk * 2 + e // 4 % 2, COUNT - 1)
     scale = scale_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at
     least = min_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at
-    pointers = tl.where(e % 4 < 2, scale, least)
-    if INSIDE:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=word < COUNT, other=0)
+    return ask(tl.where(e % 4 < 2, scale, least), like, ASM)
 
 
 @triton.jit
 def _requested(w_ptr, scale_ptr, min_ptr, low, high, chunk, e, COLS: tl.constexpr, K: tl.constexpr,
                GROUP: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr, HIGH: tl.constexpr,
-               INSIDE: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
+               INSIDE: tl.constexpr, STRIDE: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
     """A chunk of 16 rows: tuples of tiles of the weight, its scales, its minima, and both of them packed."""
     w = (_weight_words(w_ptr, low, chunk, e, INSIDE, STRIDE),)
     if HIGH:
         w += (_weight_words(w_ptr, high, chunk, e, INSIDE, STRIDE),)
     scale, least, both = (), (), ()
     if PACKED:
-        both += (_group_words(scale_ptr, min_ptr, low, high, chunk, e, K, INSIDE),)
+        both += (_group_words(scale_ptr, min_ptr, low, high, chunk, e, w[0], K, ASM),)
     elif GROUP > 0:
-        scale += (_groups(scale_ptr, low, high, chunk, e, COLS, K, GROUP, SLOTS, INSIDE),)
+        scale += (_groups(scale_ptr, low, high, chunk, e, w[0], COLS, K, GROUP, SLOTS, ASM),)
         if min_ptr is not None:
-            least += (_groups(min_ptr, low, high, chunk, e, COLS, K, GROUP, SLOTS, INSIDE),)
+            least += (_groups(min_ptr, low, high, chunk, e, w[0], COLS, K, GROUP, SLOTS, ASM),)
     return w, scale, least, both
 
 
@@ -168,7 +171,7 @@ def gemv_mma_kernel(
     for c in tl.static_range(PRELOAD):
         for p in tl.static_range(PAIRS):
             new = _requested(w_ptr, scale_ptr, min_ptr, low[p], high[p], c * WARPS + r // 8, e, COLS, K, GROUP, SLOTS,
-                             PACKED, HIGH, c < WHOLE, STRIDE)  # fmt: skip
+                             PACKED, HIGH, c < WHOLE, STRIDE, ASM)  # fmt: skip
             w, scale, least, both = w + new[0], scale + new[1], least + new[2], both + new[3]
     launch.wait(PDL)
     launch.trigger(PDL)
@@ -192,7 +195,7 @@ def gemv_mma_kernel(
                     chunk = (u // NT + PRELOAD) * WARPS + r // 8
                     for p in tl.static_range(PAIRS):
                         new = _requested(w_ptr, scale_ptr, min_ptr, low[p], high[p], chunk, e, COLS, K, GROUP, SLOTS,
-                                         PACKED, HIGH, u // NT + PRELOAD < WHOLE, STRIDE)  # fmt: skip
+                                         PACKED, HIGH, u // NT + PRELOAD < WHOLE, STRIDE, ASM)  # fmt: skip
                         w, scale, least, both = w + new[0], scale + new[1], least + new[2], both + new[3]
                 if PACKED:
                     for p in tl.static_range(PAIRS):
@@ -226,9 +229,12 @@ def gemv_mma_kernel(
                     two = codes[i // NT * 2 + 1] if HIGH else ()
                     if GROUPED:
                         part = chain(tl.zeros([8 * WARPS, 16], tl.float32), one, two, xs, FP16, ASM)
-                        a += scale[u // NT * PAIRS + i // NT].to(tl.float32) * part
+                    if PACKED:
+                        a += scale[u // NT * PAIRS + i // NT] * part + least[u // NT * PAIRS + i // NT] * total
+                    elif GROUPED:
+                        a += half_as_float(scale[u // NT * PAIRS + i // NT]) * part
                         if min_ptr is not None:
-                            a += least[u // NT * PAIRS + i // NT].to(tl.float32) * total
+                            a += half_as_float(least[u // NT * PAIRS + i // NT]) * total
                     else:
                         a = chain(a, one, two, xs, FP16, ASM)
                 new += (a,)
@@ -285,7 +291,8 @@ def default_config(weight: LinearWeight, t: int) -> MmaConfig:
     held = 8 + (4 if weight.group_size else 0)
     wide = t * slots(weight) > 8
     preload = max(1, (WIDE_X_REGISTERS if wide else REGISTERS) // held)
-    return MmaConfig(2, warps, preload, 1 if wide and weight.format == "int4" else 2, MAX_COLUMNS // slots(weight))
+    ahead = 1 if wide and weight.format in ("int4", "bf16") else 2
+    return MmaConfig(2, warps, preload, ahead, MAX_COLUMNS // slots(weight))
 
 
 def slots(weight: LinearWeight) -> int:
@@ -301,7 +308,6 @@ def _row_bytes(weight: LinearWeight) -> int:
 
 def supports(x: Tensor, weight: LinearWeight, norm_weight: Tensor | None) -> bool:
     """Whether `gemv_mma` can do it: 16-bit activations, everything 16-byte aligned, whole groups."""
-    k = weight.shape[1]
     if x.dtype != torch.bfloat16 and (x.dtype != torch.float16 or weight.format == "bf16"):
         return False
     if norm_weight is not None and norm_weight.dtype != x.dtype:
@@ -309,11 +315,10 @@ def supports(x: Tensor, weight: LinearWeight, norm_weight: Tensor | None) -> boo
     tensors = (x, weight.data) if norm_weight is None else (x, weight.data, norm_weight)
     return (
         0 < x.shape[0] <= MAX_ROWS
-        and k % 32 == 0
+        and weight.shape[1] % 32 == 0
         and weight.group_size in (0, 32, 64, 128)
         and weight.nbytes < 1 << 33
-        and (weight.scales is None or weight.scales.data_ptr() % 4 == 0)
-        and (weight.mins is None or weight.mins.data_ptr() % 4 == 0)
+        and all(part is None or part.data_ptr() % 4 == 0 for part in (weight.scales, weight.mins))
         and all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
     )
 
@@ -331,10 +336,8 @@ def gemv_mma(
 ) -> None:
     """`linear_triton` for a few contiguous rows x [T, K] into `out`, whose dtype the result is rounded to."""
     assert supports(x, weight, norm_weight), (x.dtype, x.shape, weight.format, weight.shape)
-    t, k = x.shape
-    n = weight.shape[0]
-    if config is None:
-        config = default_config(weight, t)
+    (t, k), n = x.shape, weight.shape[0]
+    config = config or default_config(weight, t)
     outs = config.pieces * TILE_ROWS // (2 if silu_mul else 1)
     chunks = -(-_row_bytes(weight) // (TILE_BYTES * config.warps))
     unit = max(1, 8 // slots(weight))  # rows of x that fill the columns of one `mma`

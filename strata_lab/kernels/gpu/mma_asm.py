@@ -182,6 +182,27 @@ def paired(x0, x1, ASM: tl.constexpr):
 
 
 @triton.jit
+def ask(pointers, like, ASM: tl.constexpr):
+    """Words or 16-bit halves of words at the pointers, int32, laid out as the tile `like` (whose values do not matter).
+
+    `tl.load` lays out what is not contiguous as it sees fit, and changes of layout take shared memory.
+    """
+    if not ASM:
+        return tl.load(pointers).to(tl.int32)
+    else:
+        WORDS: tl.constexpr = pointers.dtype.element_ty == tl.int32
+        text: tl.constexpr = "ld.global.nc.b32 $0, [$1];" if WORDS else "ld.global.nc.u16 $0, [$1];"
+        given = [pointers.to(tl.int64), like]
+        return tl.inline_asm_elementwise(text, "=r,l,r", given, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def half_as_float(w):
+    """The float16 in the low half of a word, float32."""
+    return w.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def spread(w, ASM: tl.constexpr):
     """Words (scales of row g, of row g + 8, minima of row g, of row g + 8), each for columns 2 q and 2 q + 1 of the
     product -> scales, minima, float32, laid out as a result tile."""
