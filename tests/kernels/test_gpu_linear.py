@@ -238,7 +238,7 @@ def test_reference_shapes(name: str, t: int, n: int, k: int, device: torch.devic
 _COMPILE = """
 import json, re
 from strata_lab.kernels.gpu import aot, linear
-wanted = {"fp8-qkv-moe-1", "fp8-qkv-moe-16", "int8-down-4", "int4-gate-up-1", "int4-odd-1", "bf16-o-16"}
+wanted = {"fp8-qkv-moe-1", "fp8-down-64", "int8-down-1", "int4-gate-up-1", "int4-odd-1", "bf16-down-64"}
 launches = []
 for name, call in linear.aot_cases():
     if name in wanted:
