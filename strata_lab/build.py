@@ -33,6 +33,7 @@ from strata_lab.quant.base import PANEL_ROWS, LinearWeight
 from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import EagerStep, Runner
 from strata_lab.sampler import Sampler
+from strata_lab.telemetry.ceilings import Ceilings, ceilings
 from strata_lab.telemetry.roofline import forecast
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -77,9 +78,19 @@ class Builder:
         self.checkpoint = _open(config, self.device)
         self.model_config = self.checkpoint.config
         self.backend = self._backend()
+        self.ceilings = self._ceilings()
         self.rotary = rotary_table(self.model_config, self.model_config.max_position, self.device)
         self._runners: dict[tuple[Any, ...], Any] = {}  # with the captures of the weights and pool in force
         self._planned_blocks: dict[Any, int] = {}  # what the latest `resolve` promised
+
+    def _ceilings(self) -> Ceilings | None:
+        """The card's measured limits, while its memory is still free; from the cache folder after the first time."""
+        if self.backend != "triton":
+            return None
+        self.progress("measuring the card", 0.0)
+        measured = ceilings(self.device)
+        self.progress("measuring the card", 1.0)
+        return measured
 
     # -- what a wish means here ---------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from strata_lab.request import RequestOutput, SamplingParams
 from strata_lab.scheduler import Scheduler
 from strata_lab.session import Intake, Prompt, TokenStream, collect
 from strata_lab.stats import EngineStats
+from strata_lab.telemetry.ceilings import Ceilings
 
 __all__ = ["EngineClosedError", "EngineStats", "LLMEngine"]
 
@@ -93,6 +94,11 @@ class LLMEngine:
     def fallbacks(self) -> tuple[Fallback, ...]:
         """What was asked for and cannot be done here, and what is done instead."""
         return tuple(self._builder.fallbacks)
+
+    @property
+    def ceilings(self) -> Ceilings | None:
+        """Measured read bandwidth and launch costs of a CUDA card; None on a CPU, where `telemetry` is asked."""
+        return self._builder.ceilings
 
     @property
     def closed(self) -> bool:

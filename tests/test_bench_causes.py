@@ -13,13 +13,13 @@ import torch
 
 from strata_lab.bench import causes as causing
 from strata_lab.bench.causes import NAMES, READS, WHOLE_TIME, Whole, captured_mbu, measure_whole, record, split, table
-from strata_lab.bench.ceilings import Ceilings, LaunchCosts
 from strata_lab.bench.harness import Environment, RooflineExceeded
 from strata_lab.bench.kernels import Report, Row, arguments, by_cause, main
 from strata_lab.bench.op_calls import BuiltStep, Conditions, load_weights_of, operators
 from strata_lab.engine import LLMEngine
 from strata_lab.kernels import Ops
 from strata_lab.layers.weights import MoeWeights
+from strata_lab.telemetry.ceilings import Ceilings, LaunchCosts
 from tests.checkpoints import write_checkpoint
 
 ENVIRONMENT = Environment(hardware={"gpu": "some card"}, versions={}, date="2026-01-01", commit="abc")

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from strata_lab.bench import ceilings as ceilings_module
-from strata_lab.bench.ceilings import Ceilings, LaunchCosts
 from strata_lab.bench.harness import Environment, RooflineExceeded
 from strata_lab.bench.kernels import (
     MAX_SETS,
@@ -28,6 +26,8 @@ from strata_lab.bench.kernels import (
 )
 from strata_lab.bench.op_calls import BuiltStep, Conditions, label, load_weights_of, operators
 from strata_lab.quant import get_format
+from strata_lab.telemetry import ceilings as ceilings_module
+from strata_lab.telemetry.ceilings import Ceilings, LaunchCosts
 from strata_lab.telemetry.roofline import forecast
 
 MOE, DENSE = "qwen3.8-flash@0.03", "qwen3.8-flash-dense@0.03"

@@ -82,8 +82,8 @@ def test_the_weights_and_the_expected_result_are_those_of_the_geometry(monkeypat
 def test_every_stage_of_a_step_is_checked_and_can_be_called_alone(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    from strata_lab.bench import ceilings
     from strata_lab.kernels.gpu import launch
+    from strata_lab.telemetry import ceilings
 
     if not launch.INTERPRETED:
         pytest.skip("the sweep itself runs on a card")

@@ -28,7 +28,6 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from strata_lab.bench.ceilings import median_us
 from strata_lab.bench.linear_candidates import (
     FORMATS,
     PRODUCTS,
@@ -43,6 +42,7 @@ from strata_lab.kernels.gpu import gemm, gemv, gemv_mma
 from strata_lab.kernels.gpu.linear import Config, linear_triton, lm_head_triton
 from strata_lab.kernels.linear import linear_ref
 from strata_lab.quant.base import LinearWeight
+from strata_lab.telemetry.ceilings import median_us
 
 SECONDS = 500.0
 CACHES_BEYOND = 4  # sets of weights hold the cache this many times

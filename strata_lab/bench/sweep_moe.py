@@ -207,7 +207,7 @@ def warm(work: Sequence[tuple[str, int, Overrides]], deadline: float, processes:
 
 def measured(bench: Bench, stage: str, overrides: Overrides, bytes_s: float) -> Result:
     """Check a candidate, then time it."""
-    from strata_lab.bench.ceilings import median_us
+    from strata_lab.telemetry.ceilings import median_us
 
     result = Result(stage, bench.tokens, bench.weights, overrides, byte_us=bench.nbytes(stage) / bytes_s * 1e6)
     try:

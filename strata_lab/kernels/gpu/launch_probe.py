@@ -1,4 +1,4 @@
-"""A kernel that does nothing, to measure what a launch costs (`bench/ceilings.py`)."""
+"""A kernel that does nothing, to measure what a launch costs (`telemetry/ceilings.py`)."""
 
 from __future__ import annotations
 
