@@ -280,6 +280,8 @@ class EngineLoop:
                 self.scheduler.finish(request, "error", self.scheduler.why_never_fits(request))
                 self._sessions[request.request_id].end()
         self.parts = parts
+        if before.lane is not None:
+            before.lane.close()  # every setting that has one makes its own
         now = time.perf_counter()
         took_ms = (now - started) * 1e3
         self.events.append(SettingEvent(now, dict(changed_fields(before.optimizations, opt)), build_ms, took_ms))

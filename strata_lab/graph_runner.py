@@ -25,6 +25,11 @@ HIGH_PRIORITY = -1  # of a CUDA stream; 0 is the lowest
 MIN_TABLE_WIDTH = 16  # blocks; wider tables are captured in powers of two
 
 
+def captured_width(blocks: int) -> int:
+    """The width of block table that is captured for tables of `blocks`."""
+    return max(MIN_TABLE_WIDTH, 1 << (blocks - 1).bit_length())
+
+
 class Recorder(Protocol):
     """Captures what a function does to device memory."""
 
@@ -68,7 +73,7 @@ class CapturedStep:
         bucket = self.recorder.bucket(num_seqs)
         if inputs.max_q_len > 1 or not bucket:
             return self.eager(inputs)
-        key = bucket, max(MIN_TABLE_WIDTH, 1 << (width - 1).bit_length())
+        key = bucket, captured_width(width)
         capture = self._captures.get(key) or self._capture(*key)
         _fill(capture.inputs, inputs)
         capture.replay()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from strata_lab.batch import ScheduledBatch, ScheduledRequest
 from strata_lab.device_sampling import DecodeState, DeviceSampling, fill
-from strata_lab.graph_runner import MIN_TABLE_WIDTH, Recorder
+from strata_lab.graph_runner import MIN_TABLE_WIDTH, Recorder, captured_width
 from strata_lab.request import Request
 from strata_lab.runner import EagerStep, Runner, StepInputs, StepResult
 from strata_lab.sampler import SampledTokens
@@ -271,9 +271,8 @@ class RunAhead:
     def _graph_for(self, items: Sequence[ScheduledRequest]) -> _Graph:
         tokens = max(item.start for item in items) + 1 + self.lookahead
         blocks = max(-(-tokens // self.block_size), *(len(item.block_table) for item in items))
-        width = max(MIN_TABLE_WIDTH, 1 << (blocks - 1).bit_length())
         drawn = any(not item.request.params.greedy for item in items)
-        return self._graph(self.recorder.bucket(len(items)), width, drawn=drawn)
+        return self._graph(self.recorder.bucket(len(items)), captured_width(blocks), drawn=drawn)
 
     def _graph(self, num_seqs: int, width: int, *, drawn: bool) -> _Graph:
         key = (num_seqs, width, drawn)
@@ -301,14 +300,13 @@ class RunAhead:
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
 
     def _inputs(self, state: DecodeState) -> StepInputs:
-        num_seqs = state.input_ids.shape[0]
-        return StepInputs(
+        """A decode step that reads its inputs where the sampling of the step before writes them."""
+        num_seqs, width = state.block_tables.shape
+        return replace(
+            StepInputs.idle(num_seqs, width, self.device),
             input_ids=state.input_ids,
             positions=state.positions,
             slot_mapping=state.slot_mapping,
             block_tables=state.block_tables,
             seq_lens=state.seq_lens,
-            cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device),
-            sample_rows=torch.arange(num_seqs, dtype=torch.int64, device=self.device),
-            max_q_len=1,
         )

@@ -227,21 +227,17 @@ class Scheduler:
         with_decodes, most_prefill = True, 0
         if not decodes_only:
             with_decodes, most_prefill = self.prefill.turn(bool(decodes), bool(prefills or self.waiting), step.budget)
-        if with_decodes:
-            self._serve_all(decodes, step)
-        num_decode_tokens = len(step.items)
+        num_decode_tokens = self._serve_decodes(decodes, step) if with_decodes else 0
         if most_prefill:
             held_back = max(0, step.budget - most_prefill)
             step.budget -= held_back
-            self._serve_all(prefills, step)
+            for request in prefills:
+                self._serve(request, step)
             if not step.preempted:
                 self._admit(num_running, step)
             step.budget += held_back
         if not step.items:  # a turn of prompts that found no room for any
-            self._serve_all(decodes, step)
-            num_decode_tokens = len(step.items)
-        if num_decode_tokens:
-            self._last_turn = self._rank([r for r in decodes if r.request_id in step.items][-1])
+            num_decode_tokens = self._serve_decodes(decodes, step)
         assert step.items or decodes_only or self._held or not self.has_work, "a step must make progress"
         num_prefill_tokens = self.max_num_batched_tokens - step.budget - num_decode_tokens
         if self.lookahead and not num_prefill_tokens:
@@ -249,9 +245,13 @@ class Scheduler:
                 self._reserve(item)
         return ScheduledBatch(list(step.items.values()), step.preempted, num_decode_tokens, num_prefill_tokens)
 
-    def _serve_all(self, requests: list[Request], step: _Step) -> None:
-        for request in requests:
+    def _serve_decodes(self, decodes: list[Request], step: _Step) -> int:
+        """Serve them first in a step; how many got a place."""
+        for request in decodes:
             self._serve(request, step)
+        if step.items:
+            self._last_turn = self._rank(next(reversed(step.items.values())).request)
+        return len(step.items)
 
     def _serve(self, request: Request, step: _Step) -> None:
         """Give a running request a place in the step, with the tokens that it wants and budget and pool allow."""

@@ -12,7 +12,6 @@ from strata_lab.kernels.gpu import launch
 from strata_lab.kernels.gpu.attention import paged_attention_triton, qkv_attention_triton
 from strata_lab.kernels.gpu.attention_decode import DecodeConfig, decode, decode_fused
 from strata_lab.kernels.gpu.attention_prefill import PrefillConfig, prefill
-from strata_lab.kernels.gpu.attention_tiles import counters
 from strata_lab.kernels.gpu.kv_write import qkv_rope_append_triton
 from strata_lab.kernels.paged_attention import SPEC, paged_attention_ref, paged_inputs
 from strata_lab.kernels.qkv_rope_append import qkv_rope_append_ref
@@ -217,7 +216,7 @@ def test_a_second_call_gives_the_same_bits_and_counters_stay_zero(device: torch.
     inputs = fused_inputs([75, 33], (4, 2, 16), device)
     first = fused(inputs, 3)
     assert torch.equal(fused(inputs, 3), first)
-    assert not counters(device, 4).any()
+    assert not launch.counters(device, 4).any()
 
 
 @pytest.mark.parametrize("max_q_len", [1, 2])
@@ -296,7 +295,7 @@ def test_a_captured_step_follows_new_lengths(max_q_len: int) -> None:
         qkv_attention_triton(**inputs)
     side.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         out = qkv_attention_triton(**inputs)
     inputs["qkv"].normal_()
     inputs["seq_lens"].copy_(torch.tensor([290, 0, 0]))

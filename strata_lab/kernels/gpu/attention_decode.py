@@ -28,8 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strata_lab.kernels.gpu import launch
-from strata_lab.kernels.gpu.attention_tiles import LOG2E, block_ids, combine, counters, held, operand
+from strata_lab.kernels.gpu import launch, meta
+from strata_lab.kernels.gpu.attention_tiles import LOG2E, block_ids, combine, held, operand
 from strata_lab.kernels.gpu.kv_write import rms_factor, rotated, stored
 
 ROWS = 16  # query heads of a group, padded to the smallest tile of tl.dot
@@ -255,7 +255,7 @@ def _launch(
         parts, padded = batch * kv_heads * c.splits, triton.next_power_of_2(group)
         acc = torch.empty(parts * group * width, dtype=torch.float32, device=device)
         stats = torch.empty(parts * 2 * padded, dtype=torch.float32, device=device)
-        arrivals = counters(device, batch * kv_heads)
+        arrivals = launch.counters(device, batch * kv_heads)
     half_padded, padded_width = max(triton.next_power_of_2(width // 2), 16), max(triton.next_power_of_2(width), 16)
     per_part = triton.next_power_of_2(group) * padded_width // (32 * c.num_warps)  # registers of a thread
     chunk = min(max(COMBINED_REGISTERS // max(per_part, 1), 1), c.splits, MAX_CHUNK)
@@ -321,24 +321,23 @@ def decode_fused(
 
 def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Decode steps of the reference geometries, with the choices of an H200 for tables of 512 and 32768 tokens."""
-
-    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    lens, slots = meta(1, dtype=torch.int32), meta(1, dtype=torch.int64)
+    lens, slots = meta.tensor(1, dtype=torch.int32), meta.tensor(1, dtype=torch.int64)
     for name, heads, width in (("moe", (32, 4), 128), ("smollm2", (9, 3), 64)):
-        norm = meta(width) if name == "moe" else None
-        turn = meta(1, width // 2, dtype=torch.float32)
+        norm = meta.tensor(width) if name == "moe" else None
+        turn = meta.tensor(1, width // 2, dtype=torch.float32)
         for kv, dtype, length in itertools.product(
             (torch.float8_e4m3fn, torch.bfloat16, torch.float32), (torch.bfloat16, torch.float32), (512, 32768)
         ):
-            cache, tables = meta(4096, 16, heads[1], width, dtype=kv), meta(1, length // 16, dtype=torch.int32)
-            qkv = meta(1, (heads[0] + 2 * heads[1]) * width, dtype=dtype)
+            cache, tables = (
+                meta.tensor(4096, 16, heads[1], width, dtype=kv),
+                meta.tensor(1, length // 16, dtype=torch.int32),
+            )
+            qkv = meta.tensor(1, (heads[0] + 2 * heads[1]) * width, dtype=dtype)
             config = decode_config(1, heads[1], length, torch.float32 in (kv, dtype), 132)
             yield (
                 f"{name}-{length}-{dtype}-{kv}".replace("torch.", ""),
                 partial(decode_fused, qkv, turn, turn, norm, norm, 1e-6, cache, cache, slots, tables, lens,
                         num_q_heads=heads[0], scale=0.1, config=config),
             )  # fmt: skip
-    cache, q, tables = meta(4096, 16, 4, 128), meta(1, 32, 128), meta(1, 64, dtype=torch.int32)
+    cache, q, tables = meta.tensor(4096, 16, 4, 128), meta.tensor(1, 32, 128), meta.tensor(1, 64, dtype=torch.int32)
     yield "unfused", partial(decode, q, cache, cache, tables, lens, scale=0.1, config=DecodeConfig(64, 16))

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strata_lab.kernels.gpu import launch
+from strata_lab.kernels.gpu import launch, meta
 from strata_lab.kernels.gpu.attention_tiles import LOG2E, block_ids, operand
 
 
@@ -145,16 +145,19 @@ def prefill(
 
 def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     """A long prompt, a short slice and decodes beside others, for the reference geometries."""
-
-    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    lens, starts, tables = meta(2, dtype=torch.int32), meta(3, dtype=torch.int32), meta(2, 128, dtype=torch.int32)
+    lens, starts, tables = (
+        meta.tensor(2, dtype=torch.int32),
+        meta.tensor(3, dtype=torch.int32),
+        meta.tensor(2, 128, dtype=torch.int32),
+    )
     for name, heads, width in (("moe", (32, 4), 128), ("smollm2", (9, 3), 64)):
         for kv in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
             for dtype in (torch.bfloat16, torch.float32):
                 for q_len in (2, 8, 2048):
-                    cache, q = meta(4096, 16, heads[1], width, dtype=kv), meta(2 * q_len, heads[0], width, dtype=dtype)
+                    cache, q = (
+                        meta.tensor(4096, 16, heads[1], width, dtype=kv),
+                        meta.tensor(2 * q_len, heads[0], width, dtype=dtype),
+                    )
                     yield (
                         f"{name}-{q_len}-{dtype}-{kv}".replace("torch.", ""),
                         partial(prefill, q, cache, cache, tables, lens, starts, max_q_len=q_len, scale=0.1),

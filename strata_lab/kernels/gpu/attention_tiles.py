@@ -1,4 +1,4 @@
-"""Parts of the attention kernels: finding a position's block, adding up parts, number formats, arrival counters."""
+"""Parts of the attention kernels: finding a position's block, adding up parts, number formats."""
 
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: RUF005 (Triton knows no unpacking in a tuple)
@@ -9,11 +9,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from strata_lab.kernels.gpu import launch
 
-MIN_COUNTERS = 1 << 16
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -86,15 +84,3 @@ def operand(x: torch.dtype, cache: torch.dtype) -> tuple[Any, str]:
     if cache == torch.bfloat16:
         return (tl.bfloat16, "tf32") if x == torch.bfloat16 else (tl.float32, "tf32x3")
     return tl.float16, "tf32"
-
-
-_counters: dict[tuple[torch.device, int], list[Tensor]] = {}
-
-
-def counters(device: torch.device, count: int) -> Tensor:
-    """Zeros that every call leaves as zeros, one set per stream. Old ones stay alive: captures hold their addresses."""
-    kept = _counters.setdefault((device, launch.stream_id(device)), [])
-    if not kept or kept[-1].numel() < count:
-        assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run the step once before capture"
-        kept.append(torch.zeros(max(count, MIN_COUNTERS), dtype=torch.int32, device=device))
-    return kept[-1]

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strata_lab.kernels.gpu import kv_write, launch
+from strata_lab.kernels.gpu import kv_write, launch, meta
 from strata_lab.kernels.gpu.kv_write import HEAD_BLOCK, kv_append_triton, qkv_rope_append_triton, rotated
 from strata_lab.quant.base import LinearWeight
 
@@ -45,11 +45,11 @@ def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, eps, row_stride, col_stride, D:
     tl.store(out_ptr + row * D + cols, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm_ref` for x [..., D]; one program a row."""
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None) -> Tensor:
+    """`rms_norm_ref` for x [..., D]; one program a row. `dtype` of the result: that of x by default."""
     width = x.shape[-1]
     rows = x.reshape(-1, width)  # a view unless the strides forbid one
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     block = triton.next_power_of_2(width)
     _rms_norm_kernel[(rows.shape[0],)](
         rows, weight, out, eps, rows.stride(0), rows.stride(1), width, block,
@@ -190,25 +190,21 @@ def embedding_triton(ids: Tensor, weight: LinearWeight) -> Tensor:
 
 def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Every operator at the widths of the reference geometries."""
-
-    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
     yield from kv_write.aot_cases()
-    ids, turn, half = meta(1, dtype=torch.int64), meta(1, 64, dtype=torch.float32), torch.float16
+    ids, turn, half = meta.tensor(1, dtype=torch.int64), meta.tensor(1, 64, dtype=torch.float32), torch.float16
     for dtype in (torch.bfloat16, torch.float32):
-        name, x = str(dtype).removeprefix("torch."), meta(1, 2560, dtype=dtype)
-        yield f"rms_norm-{name}", partial(rms_norm_triton, x, meta(2560), 1e-6)
+        name, x = str(dtype).removeprefix("torch."), meta.tensor(1, 2560, dtype=dtype)
+        yield f"rms_norm-{name}", partial(rms_norm_triton, x, meta.tensor(2560), 1e-6)
         yield f"silu_mul-{name}", partial(silu_mul_triton, x, x)
         yield f"add-{name}", partial(add_triton, x, x)
-        yield f"rope-{name}", partial(rope_triton, meta(1, 32, 128, dtype=dtype), turn, turn)
-    yield "take_rows", partial(take_rows_triton, meta(32768, 64, dtype=torch.float32), ids)
-    codes, scales = meta(151936, 2560, dtype=torch.float8_e4m3fn), meta(151936, 1, dtype=torch.float32)
-    nibbles, fine = meta(49152, 288, dtype=torch.uint8), meta(49152, 18, dtype=half)
+        yield f"rope-{name}", partial(rope_triton, meta.tensor(1, 32, 128, dtype=dtype), turn, turn)
+    yield "take_rows", partial(take_rows_triton, meta.tensor(32768, 64, dtype=torch.float32), ids)
+    codes, scales = meta.tensor(151936, 2560, dtype=torch.float8_e4m3fn), meta.tensor(151936, 1, dtype=torch.float32)
+    nibbles, fine = meta.tensor(49152, 288, dtype=torch.uint8), meta.tensor(49152, 18, dtype=half)
     for weight in (
         LinearWeight("fp8", (151936, 2560), codes, scales),
-        LinearWeight("bf16", (151936, 2560), meta(151936, 2560)),
-        LinearWeight("int8", (49152, 576), meta(49152, 576, dtype=torch.int8), fine, group_size=32),
+        LinearWeight("bf16", (151936, 2560), meta.tensor(151936, 2560)),
+        LinearWeight("int8", (49152, 576), meta.tensor(49152, 576, dtype=torch.int8), fine, group_size=32),
         LinearWeight("int4", (49152, 576), nibbles, fine, fine, group_size=32),
     ):
         yield f"embedding-{weight.format}", partial(embedding_triton, ids, weight)

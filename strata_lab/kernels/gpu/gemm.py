@@ -10,7 +10,6 @@ Bytes moved: the weight once per `block_t` rows of x (from the second time on fr
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strata_lab.kernels.gpu import launch
+from strata_lab.kernels.gpu.elementwise import rms_norm_triton
 from strata_lab.kernels.gpu.gemv import REFERENCE_SMS
 from strata_lab.kernels.gpu.gemv_math import codes_as_floats, e4m3_as_bf16, prefetch
 from strata_lab.quant.base import LinearWeight
@@ -201,19 +201,6 @@ def dot_kernel(
         tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def normalize_kernel(x_ptr, norm_ptr, out_ptr, eps, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Program t: row t of x, normalized and times the norm's weight."""
-    at = tl.arange(0, BLOCK)
-    g = tl.load(norm_ptr + at, mask=at < K, other=0.0).to(tl.float32)
-    launch.wait(PDL)
-    launch.trigger(PDL)
-    row = tl.program_id(0).to(tl.int64) * K
-    x = tl.load(x_ptr + row + at, mask=at < K, other=0.0).to(tl.float32)
-    y = x * tl.rsqrt(tl.sum(x * x, axis=0) / K + eps) * g
-    tl.store(out_ptr + row + at, y.to(out_ptr.dtype.element_ty), mask=at < K)
-
-
 def default_config(weight: LinearWeight, t: int, dtype: torch.dtype, silu_mul: bool, sms: int) -> DotConfig:
     """Tiles for `t` rows of x. Tunable: every valid configuration is right."""
     n, k = weight.shape
@@ -252,7 +239,7 @@ def dot(
         assert tiles[0] * tiles[1] <= MAX_COUNTERS, (tiles, c)
         size = c.split * c.block_t * (c.block_n * (2 if silu_mul else 1) + 1)
         partial = torch.empty(tiles[0] * tiles[1] * size, dtype=torch.float32, device=x.device)
-        counters = _counters(x.device, launch.stream_id(x.device))
+        counters = launch.counters(x.device, tiles[0] * tiles[1])
     dot_kernel[(*tiles, c.split)](
         x, weight.data, weight.scales, weight.mins, bias, norm_weight, residual, out, partial, counters, t, n, norm_eps,
         K=k, FORMAT=weight.format, GROUP=weight.group_size, BLOCK_N=c.block_n, BLOCK_T=c.block_t, BLOCK_K=c.block_k,
@@ -263,15 +250,4 @@ def dot(
 
 def normalized(x: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
     """rms_norm of the rows of x, in the dtype of x (in the interpreter, which rounds wrongly, float32)."""
-    out = torch.empty_like(x, dtype=torch.float32 if launch.INTERPRETED else x.dtype)
-    k = x.shape[1]
-    normalize_kernel[(x.shape[0],)](
-        x, norm_weight, out, eps, K=k, BLOCK=triton.next_power_of_2(k), **launch.options(x.device, num_warps=8)
-    )
-    return out
-
-
-@functools.cache
-def _counters(device: torch.device, stream: int) -> Tensor:
-    """Zeros that count arrivals; products on one stream follow one another, so each stream has its own."""
-    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+    return rms_norm_triton(x, norm_weight, eps, dtype=torch.float32 if launch.INTERPRETED else x.dtype)

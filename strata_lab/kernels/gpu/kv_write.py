@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strata_lab.kernels.gpu import launch
+from strata_lab.kernels.gpu import launch, meta
 
 HEAD_BLOCK = 4  # heads of a program
 FP8_MAX = tl.constexpr(448.0)  # largest finite float8_e4m3fn
@@ -163,15 +163,15 @@ def qkv_rope_append_triton(
 
 def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     """A token of the MoE geometry, for two dtypes of activations and of the cache."""
-
-    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    slots, turn, norm = meta(1, dtype=torch.int64), meta(1, 64, dtype=torch.float32), meta(128)
+    slots, turn, norm = meta.tensor(1, dtype=torch.int64), meta.tensor(1, 64, dtype=torch.float32), meta.tensor(128)
     for dtype in (torch.bfloat16, torch.float32):
         for kv in (torch.bfloat16, torch.float8_e4m3fn):
             name = f"{dtype}-{kv}".replace("torch.", "")
-            cache, new, qkv = meta(64, 16, 4, 128, dtype=kv), meta(1, 4, 128, dtype=dtype), meta(1, 5120, dtype=dtype)
+            cache, new, qkv = (
+                meta.tensor(64, 16, 4, 128, dtype=kv),
+                meta.tensor(1, 4, 128, dtype=dtype),
+                meta.tensor(1, 5120, dtype=dtype),
+            )
             yield f"kv_append-{name}", partial(kv_append_triton, new, new, cache, cache, slots, 0.1, 0.1)
             yield (
                 f"qkv_rope_append-{name}",

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra import cuda
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 PDL_CAPABILITY = (9, 0)
+MIN_COUNTERS = 1 << 16
 INTERPRETED_SMS = 4  # keeps grids small where a program costs milliseconds
 
 
@@ -52,9 +54,20 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def stream_id(device: torch.device) -> int:
-    """The current stream: what kernels leave behind for each other (arrival counters) belongs to one stream."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+_counters: dict[tuple[torch.device, int], list[Tensor]] = {}
+
+
+def counters(device: torch.device, count: int) -> Tensor:
+    """Zeros that count arrivals and that every kernel leaves as zeros; one set per stream, where kernels take turns.
+
+    Old ones stay alive: captures hold their addresses. A capture must come after a run on the same stream.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    kept = _counters.setdefault((device, stream), [])
+    if not kept or kept[-1].numel() < count:
+        assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run the step once before capture"
+        kept.append(torch.zeros(max(count, MIN_COUNTERS), dtype=torch.int32, device=device))
+    return kept[-1]
 
 
 def options(device: torch.device, *, num_warps: int = 4, num_stages: int = 3) -> dict[str, Any]:

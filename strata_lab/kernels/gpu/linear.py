@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata_lab.kernels.gpu import gemm, gemm_dense, gemv, gemv_mma
+from strata_lab.kernels.gpu import gemm, gemm_dense, gemv, gemv_mma, meta
 from strata_lab.kernels.linear import linear_ref
 from strata_lab.quant.base import LinearWeight
 
@@ -121,30 +121,12 @@ def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"int4g128-{shape}-{t}", _aot_call("int4g128", n, k, t, norm, gated, torch.bfloat16)
 
 
-def _aot_weight(name: str, n: int, k: int) -> LinearWeight:
-    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    if name == "bf16":
-        return LinearWeight(name, (n, k), empty(n, k, dtype=torch.bfloat16))
-    if name == "fp8":
-        return LinearWeight(name, (n, k), empty(n, k, dtype=torch.float8_e4m3fn), empty(n, 1, dtype=torch.float32))
-    if name == "int4g128":
-        scales = empty(n, k // 128, dtype=torch.float16)
-        return LinearWeight("int4", (n, k), empty(n, k // 2, dtype=torch.uint8), scales, group_size=128)
-    groups = -(-k // 32)
-    scales = empty(n, groups, dtype=torch.float16)
-    if name == "int8":
-        return LinearWeight(name, (n, k), empty(n, k, dtype=torch.int8), scales, group_size=32)
-    return LinearWeight(name, (n, k), empty(n, groups * 16, dtype=torch.uint8), scales, scales, group_size=32)
-
-
 def _aot_call(name: str, n: int, k: int, t: int, norm: bool, gated: bool, dtype: torch.dtype) -> Callable[[], Any]:
     def call() -> Tensor:
-        x = torch.empty(t, k, dtype=dtype, device="meta")
-        norm_weight = torch.empty(k, dtype=dtype, device="meta") if norm else None
-        residual = None if norm else torch.empty(t, n, dtype=dtype, device="meta")
-        weight = _aot_weight(name, n, k)
+        x = meta.tensor(t, k, dtype=dtype)
+        norm_weight = meta.tensor(k, dtype=dtype) if norm else None
+        residual = None if norm else meta.tensor(t, n, dtype=dtype)
+        weight = meta.weight(name, n, k)
         return linear_triton(x, weight, norm_weight=norm_weight, norm_eps=1e-6, residual=residual, silu_mul=gated)
 
     return call
@@ -152,7 +134,7 @@ def _aot_call(name: str, n: int, k: int, t: int, norm: bool, gated: bool, dtype:
 
 def _aot_head(name: str, n: int, k: int, t: int) -> Callable[[], Any]:
     def call() -> Tensor:
-        x = torch.empty(t, k, dtype=torch.bfloat16, device="meta")
-        return lm_head_triton(x, _aot_weight(name, n, k), torch.empty(k, dtype=torch.bfloat16, device="meta"), 1e-6)
+        x = meta.tensor(t, k)
+        return lm_head_triton(x, meta.weight(name, n, k), meta.tensor(k), 1e-6)
 
     return call

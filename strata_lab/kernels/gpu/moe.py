@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strata_lab.kernels.gpu import meta
+from strata_lab.kernels.gpu.elementwise import rms_norm_triton
 from strata_lab.kernels.gpu.moe_config import CONFIGS, DECODE_TOKENS, MoeConfig
-from strata_lab.kernels.gpu.moe_step import Step, as_rows, empty_routing, normalized, route_logits, select
+from strata_lab.kernels.gpu.moe_step import Step, as_rows, empty_routing, route_logits, select
 from strata_lab.kernels.moe_mlp import moe_mlp_ref
 from strata_lab.kernels.rms_norm import rms_norm_ref
 from strata_lab.kernels.router_topk import router_topk_ref
@@ -72,7 +74,7 @@ def moe_block_triton(
     step = Step(x, gate_up, down, top_k, config or CONFIGS[gate_up.format])
     weights, ids = empty_routing(x, top_k, torch.int32)
     if step.tokens > DECODE_TOKENS:
-        h = normalized(x, norm_weight, eps)
+        h = rms_norm_triton(x, norm_weight, eps)
         select(route_logits(h, router), weights, ids, normalize)
         return step.grouped(h, weights, ids, x)
     logits = step.norm_logits(norm_weight, eps, router)
@@ -99,37 +101,22 @@ def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
 _EXPERTS, _TOP_K, _HIDDEN, _WIDTH = 64, 8, 2560, 1024  # `qwen3.8-flash`
 
 
-def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _meta_weight(name: str, rows: int, columns: int) -> LinearWeight:
-    data = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}[name]
-    stored = _meta(rows, columns // 2 if name == "int4" else columns, dtype=data)
-    if name == "bf16":
-        return LinearWeight(name, (rows, columns), stored)
-    if name == "fp8":
-        return LinearWeight(name, (rows, columns), stored, _meta(rows, 1, dtype=torch.float32))
-    scales = _meta(rows, columns // 32, dtype=torch.float16)
-    return LinearWeight(name, (rows, columns), stored, scales, scales if name == "int4" else None, 32)
-
-
 def _meta_experts(name: str) -> tuple[LinearWeight, LinearWeight]:
-    return _meta_weight(name, _EXPERTS * 2 * _WIDTH, _HIDDEN), _meta_weight(name, _EXPERTS * _HIDDEN, _WIDTH)
+    return meta.weight(name, _EXPERTS * 2 * _WIDTH, _HIDDEN), meta.weight(name, _EXPERTS * _HIDDEN, _WIDTH)
 
 
 def _meta_block(name: str, tokens: int, dtype: torch.dtype) -> Tensor:
-    x, router = _meta(tokens, _HIDDEN, dtype=dtype), _meta(_EXPERTS, _HIDDEN, dtype=dtype)
-    norm = _meta(_HIDDEN, dtype=dtype)
+    x, router = meta.tensor(tokens, _HIDDEN, dtype=dtype), meta.tensor(_EXPERTS, _HIDDEN, dtype=dtype)
+    norm = meta.tensor(_HIDDEN, dtype=dtype)
     return moe_block_triton(x, norm, 1e-6, router, *_meta_experts(name), top_k=_TOP_K, normalize=True)
 
 
 def _meta_mlp(tokens: int) -> Tensor:
-    weights = _meta(tokens, _TOP_K, dtype=torch.float32)
-    ids = _meta(tokens, _TOP_K, dtype=torch.int64)
-    return moe_mlp_triton(_meta(tokens, _HIDDEN, dtype=torch.bfloat16), *_meta_experts("fp8"), weights, ids)
+    weights = meta.tensor(tokens, _TOP_K, dtype=torch.float32)
+    ids = meta.tensor(tokens, _TOP_K, dtype=torch.int64)
+    return moe_mlp_triton(meta.tensor(tokens, _HIDDEN, dtype=torch.bfloat16), *_meta_experts("fp8"), weights, ids)
 
 
 def _meta_router(tokens: int) -> tuple[Tensor, Tensor]:
-    x, router = (_meta(rows, _HIDDEN, dtype=torch.bfloat16) for rows in (tokens, _EXPERTS))
+    x, router = (meta.tensor(rows, _HIDDEN, dtype=torch.bfloat16) for rows in (tokens, _EXPERTS))
     return router_topk_triton(x, router, _TOP_K, True)

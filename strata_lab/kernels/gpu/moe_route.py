@@ -180,19 +180,3 @@ def _write_plan(chosen, pair, experts_ptr, pairs_ptr, count_ptr, E_BLOCK: tl.con
     for m in tl.static_range(1, M):
         tl.store(pairs_ptr + (first + entries - 1) * M + m, -1, mask=(hits % M != 0) & (hits % M <= m))
     tl.store(count_ptr, tl.sum(entries, axis=0))
-
-
-@triton.jit
-def norm_kernel(
-    x_ptr, norm_ptr, out_ptr, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """RMS norm of one row per program, for token counts at which normalizing inside every product costs more."""
-    token = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    inside = cols < HIDDEN
-    weight = tl.load(norm_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    wait(PDL)
-    trigger(PDL)
-    x = tl.load(x_ptr + token * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    rs = tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps)
-    tl.store(out_ptr + token * HIDDEN + cols, x * rs * weight, mask=inside)

@@ -18,7 +18,6 @@ from strata_lab.kernels.gpu.moe_one import down_one_kernel
 from strata_lab.kernels.gpu.moe_route import (
     logits_dot_kernel,
     logits_kernel,
-    norm_kernel,
     plan_kernel,
     select_kernel,
 )
@@ -228,17 +227,6 @@ def empty_routing(x: Tensor, top_k: int, dtype: torch.dtype) -> tuple[Tensor, Te
     shape = (x.shape[0], top_k)
     weights = torch.empty(shape, dtype=torch.float32, device=x.device)
     return weights, torch.empty(shape, dtype=dtype, device=x.device)
-
-
-def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of many rows."""
-    tokens, hidden = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    norm_kernel[(tokens,)](
-        x, weight, out, x.stride(0), eps, HIDDEN=hidden, BLOCK=triton.next_power_of_2(hidden),
-        **launch.options(x.device),
-    )  # fmt: skip
-    return out
 
 
 def route_logits(x: Tensor, router: Tensor) -> Tensor:
