@@ -264,7 +264,7 @@ def _launch(
         x.stride(0), tables.stride(0), k_cache.stride(0), k_cache.stride(1), group, kv_heads, width, half_padded,
         padded_width, block_size, c.tile, c.splits, 1 << (chunk.bit_length() - 1), fused[0] is not None, ROWS, dot,
         precision, (k_scale, v_scale) != (1.0, 1.0), not launch.INTERPRETED,
-        **launch.options(device, num_warps=c.num_warps, num_stages=c.num_stages),
+        **launch.options(device, num_warps=c.num_warps, num_stages=c.num_stages, early=True),
     )  # fmt: skip
     return out
 
@@ -309,8 +309,8 @@ def decode_fused(
 ) -> Tensor:
     """`qkv_rope_append` and attention of qkv [B, (H + 2 Hkv) * D] -> [B, H * D].
 
-    A slot that is not -1 is that of the request's last position. Tables, lengths, slots and older keys must have been
-    written before the kernel that wrote qkv.
+    A slot that is not -1 is that of the request's last position. Tables, lengths, slots and older keys are read before
+    waiting (`launch.py`): a LATE kernel must have come after what wrote them, and before this one.
     """
     out = torch.empty((qkv.shape[0], num_q_heads * k_cache.shape[3]), dtype=qkv.dtype, device=qkv.device)
     return _launch(

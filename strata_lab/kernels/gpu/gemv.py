@@ -134,8 +134,17 @@ def gemv_kernel(
         for i in tl.static_range(CHUNKS * HALVES):
             gains += (_columns(norm_ptr, i // HALVES, i % HALVES, 0, CHUNK, K, HALVES),)
     lane0 = tl.broadcast_to(tl.arange(0, LANES)[None, :], [ROWS, LANES])
+    row_scale, bias, rest = (), (), ()
+    for p in tl.static_range(PIECES):
+        if scale_ptr is not None and not GROUPED:
+            row_scale += (tl.load(scale_ptr + rows[p] + lane0 * 0),)
+        if bias_ptr is not None:
+            bias += (tl.load(bias_ptr + rows[p] + lane0 * 0),)
     launch.wait(PDL)
     launch.trigger(PDL)
+    if residual_ptr is not None:
+        for i in tl.static_range(T * OUTS):
+            rest += (tl.load(residual_ptr + i // OUTS * outputs + rows[i % OUTS] + lane0 * 0),)
 
     acc, square, shared, inverse = (), (), (), ()
     for _ in tl.static_range(PIECES * T):
@@ -259,9 +268,9 @@ def gemv_kernel(
                 v *= tl.rsqrt((tl.sum(square[t]) if SHARE else tl.sum(square[t], axis=1, keep_dims=True)) / K + eps)
             v = tl.broadcast_to(v, [ROWS, LANES])
             if scale_ptr is not None and not GROUPED:
-                v *= tl.load(scale_ptr + rows[p] + lane0 * 0)
+                v *= row_scale[p]
             if bias_ptr is not None:
-                v += tl.load(bias_ptr + rows[p] + lane0 * 0).to(tl.float32)
+                v += bias[p].to(tl.float32)
             y += (v,)
         for p in tl.static_range(OUTS):
             v = y[p]
@@ -269,7 +278,7 @@ def gemv_kernel(
                 v = v / (1.0 + tl.exp(-v)) * y[p + OUTS]
             at = t * outputs + rows[p] + lane0 * 0
             if residual_ptr is not None:
-                v += tl.load(residual_ptr + at).to(tl.float32)
+                v += rest[t * OUTS + p].to(tl.float32)
             mine = (lane0 == 0) & (first + p * ROWS < outputs)
             tl.store(out_ptr + at, v.to(out_ptr.dtype.element_ty), mask=mine)
 
@@ -327,5 +336,5 @@ def gemv(
         ROWS=config.rows, CHUNK=config.chunk, PIECES=config.pieces, PRELOAD=min(config.preload, -(-k // config.chunk)),
         SILU=silu_mul, SHARE=config.share, HALF=HALF_CHAIN if narrow and weight.format == "fp8" else 0,
         INT=narrow and words and weight.group_size > 0, ASM=not launch.INTERPRETED,
-        **launch.options(x.device, num_warps=warps),
+        **launch.options(x.device, num_warps=warps, early=True),
     )  # fmt: skip

@@ -131,6 +131,23 @@ def _x_words(ptr, r, e, chunk, limit, PART: tl.constexpr, NT: tl.constexpr, K: t
 
 
 @triton.jit
+def _place(first, PAIR: tl.constexpr, TILE: tl.constexpr, limit, outputs, LANES: tl.constexpr, SIDE: tl.constexpr,
+           SLOTS: tl.constexpr, SILU: tl.constexpr, HIGH: tl.constexpr):  # fmt: skip
+    """Column and row (of the program's block) of each result of a tile, and whether there is one."""
+    if SILU:
+        j = tl.arange(0, 8 * LANES * SIDE)
+        mine = first + PAIR * 8 + j // (LANES * SIDE)
+        token = TILE * (8 // SLOTS) + j % (LANES * SIDE)
+        return mine, token, (mine < outputs) & (token < limit)
+    else:
+        v = tl.arange(0, 8 * LANES * 2 * SIDE)
+        half = v // SIDE % 2
+        mine = first + PAIR * 16 + half * 8 + v // (2 * LANES * SIDE)
+        token = TILE * (8 // SLOTS) + v // (2 * SIDE) % LANES * SIDE + v % SIDE
+        return mine, token, (mine < outputs) & (token < limit) & (HIGH | (half == 0))
+
+
+@triton.jit
 def gemv_mma_kernel(
     x_ptr, w_ptr, scale_ptr, min_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr, T, N, eps,
     K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr,
@@ -173,8 +190,27 @@ def gemv_mma_kernel(
             new = _requested(w_ptr, scale_ptr, min_ptr, low[p], high[p], c * WARPS + r // 8, e, COLS, K, GROUP, SLOTS,
                              PACKED, HIGH, c < WHOLE, STRIDE, ASM)  # fmt: skip
             w, scale, least, both = w + new[0], scale + new[1], least + new[2], both + new[3]
+    LANES: tl.constexpr = 2 if SLOTS == 4 else 4
+    SIDE: tl.constexpr = 2 if SLOTS == 1 else 1
+    v = tl.arange(0, 8 * LANES * 2 * SIDE)  # results of a tile
+    half = v // SIDE % 2
+    row_scale, row_bias, rest = (), (), ()
+    for p in tl.static_range(PAIRS):
+        if SILU:
+            row = tl.minimum(first + p * 8 + v // (2 * LANES * SIDE), outputs - 1) + half * outputs
+        else:
+            row = tl.minimum(first + p * 16 + half * 8 + v // (2 * LANES * SIDE), outputs - 1)
+        if scale_ptr is not None and not GROUPED:
+            row_scale += (tl.load(scale_ptr + row),)
+        if bias_ptr is not None:
+            row_bias += (tl.load(bias_ptr + row),)
     launch.wait(PDL)
     launch.trigger(PDL)
+    if residual_ptr is not None:
+        for i in tl.static_range(PAIRS * NT):
+            mine, token, mask = _place(first, i // NT, i % NT, limit, outputs, LANES, SIDE, SLOTS, SILU, HIGH)
+            at = (skipped + token).to(tl.int64) * outputs + mine
+            rest += (tl.load(residual_ptr + at, mask=mask, other=0.0),)
 
     acc, square, raw, gains = (), (), (), ()
     for _ in tl.static_range(PAIRS * NT):
@@ -243,13 +279,7 @@ def gemv_mma_kernel(
                 changed += (squared if i == u % NT else square[i],)
             square = changed
 
-    LANES: tl.constexpr = 2 if SLOTS == 4 else 4
-    SIDE: tl.constexpr = 2 if SLOTS == 1 else 1
-    v = tl.arange(0, 8 * LANES * 2 * SIDE)
-    half = v // SIDE % 2
-    own = v // (2 * LANES * SIDE)
     for i in tl.static_range(PAIRS * NT):
-        token = (i % NT) * (8 // SLOTS) + v // (2 * SIDE) % LANES * SIDE + v % SIDE
         y = tl.sum(tl.reshape(acc[i], [WARPS, 128]), axis=0)
         y = tl.reshape(by_token(tl.reshape(y, [8, 4, 2, 2]), SLOTS), v.shape)
         if norm_ptr is not None:
@@ -258,29 +288,18 @@ def gemv_mma_kernel(
             s = by_token(tl.sum(tl.reshape(s, [1, 4, 2, 2]), axis=2, keep_dims=True), SLOTS)
             s = tl.reshape(tl.broadcast_to(s, [8, LANES, 2, SIDE]), v.shape)
             y *= tl.rsqrt(s / K + eps)
-        if SILU:
-            mine = first + i // NT * 8 + own
-            row = tl.minimum(mine, outputs - 1) + half * outputs
-        else:
-            mine = first + i // NT * 16 + half * 8 + own
-            row = tl.minimum(mine, outputs - 1)
         if scale_ptr is not None and not GROUPED:
-            y *= tl.load(scale_ptr + row)
+            y *= row_scale[i // NT]
         if bias_ptr is not None:
-            y += tl.load(bias_ptr + row).to(tl.float32)
+            y += row_bias[i // NT].to(tl.float32)
         if SILU:
             y = tl.permute(tl.reshape(y, [8 * LANES, 2, SIDE]), [0, 2, 1])
             gate, up = tl.split(y)
             y = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, [8 * LANES * SIDE])
-            j = tl.arange(0, 8 * LANES * SIDE)
-            mine = first + i // NT * 8 + j // (LANES * SIDE)
-            token = (i % NT) * (8 // SLOTS) + j % (LANES * SIDE)
-            mask = (mine < outputs) & (token < limit)
-        else:
-            mask = (mine < outputs) & (token < limit) & (HIGH | (half == 0))
+        mine, token, mask = _place(first, i // NT, i % NT, limit, outputs, LANES, SIDE, SLOTS, SILU, HIGH)
         at = (skipped + token).to(tl.int64) * outputs + mine
         if residual_ptr is not None:
-            y += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            y += rest[i].to(tl.float32)
         tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -346,5 +365,6 @@ def gemv_mma(
         x, weight.data, weight.scales, weight.mins, bias, norm_weight, residual, out, t, n, norm_eps,
         K=k, FORMAT=weight.format, GROUP=weight.group_size, PIECES=config.pieces, WARPS=config.warps,
         PRELOAD=min(config.preload, chunks), AHEAD=config.ahead, BLOCK=block, SILU=silu_mul,
-        FP16=x.dtype == torch.float16, ASM=not launch.INTERPRETED, **launch.options(x.device, num_warps=config.warps),
+        FP16=x.dtype == torch.float16, ASM=not launch.INTERPRETED,
+        **launch.options(x.device, num_warps=config.warps, early=True),
     )  # fmt: skip

@@ -5,8 +5,11 @@ load weights, which nobody writes, and then `wait` for the predecessor's results
 
     load what no kernel of the step writes -> wait(PDL) -> trigger(PDL) -> read, compute, store
 
-`trigger` lets the successor start. As it comes after the own `wait`, whatever runs before its own `wait` may rely on
-everything but the results of the kernel just before it. On other cards and in the interpreter both are nothing.
+`trigger` lets the successor start. A LATE kernel triggers after its own `wait`: what its successor reads before waiting
+may be results of everything but the LATE kernel itself. An EARLY kernel triggers before it waits (`wait` does both), so
+that its successors' weights are on their way as well; of what ran between the latest LATE kernel and them, successors
+may read nothing before their `wait`. Every step has LATE kernels: the embedding, and in a layer with experts the one
+that reads their weights. On other cards and in the interpreter all this is nothing.
 """
 
 from __future__ import annotations
@@ -23,20 +26,23 @@ from triton.language.extra import cuda
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 PDL_CAPABILITY = (9, 0)
 MIN_COUNTERS = 1 << 16
+LATE, EARLY = tl.constexpr(1), tl.constexpr(2)  # values of `PDL`; 0 is without
 INTERPRETED_SMS = 4  # keeps grids small where a program costs milliseconds
 
 
 @triton.jit
 def wait(PDL: tl.constexpr):
     """Block until the kernel before this one has finished and its stores are visible."""
-    if PDL:
+    if PDL == EARLY:
+        cuda.gdc_launch_dependents()
+    if PDL != 0:
         cuda.gdc_wait()
 
 
 @triton.jit
 def trigger(PDL: tl.constexpr):
-    """Allow the kernel after this one to start, once every program of this one has said so."""
-    if PDL:
+    """Allow the kernel after this one to start, once every program of this one has said so; EARLY ones have."""
+    if PDL == LATE:
         cuda.gdc_launch_dependents()
 
 
@@ -70,10 +76,12 @@ def counters(device: torch.device, count: int) -> Tensor:
     return kept[-1]
 
 
-def options(device: torch.device, *, num_warps: int = 4, num_stages: int = 3) -> dict[str, Any]:
+def options(device: torch.device, *, num_warps: int = 4, num_stages: int = 3, early: bool = False) -> dict[str, Any]:
     """Keyword arguments of a launch: `PDL` for the kernel and what the launcher needs to honour it."""
-    pdl = has_pdl(device)
-    return {"PDL": pdl, "num_warps": num_warps, "num_stages": num_stages} | ({"launch_pdl": True} if pdl else {})
+    sizes = {"num_warps": num_warps, "num_stages": num_stages}
+    if not has_pdl(device):
+        return {"PDL": 0} | sizes
+    return {"PDL": EARLY.value if early else LATE.value, "launch_pdl": True} | sizes
 
 
 def dot_dtype(x: torch.dtype) -> Any:

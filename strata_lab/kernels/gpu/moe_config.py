@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DECODE_TOKENS = 16
-COMPARED = 8192  # pairs of logits that a program compares at a time: 32 a thread
+SELECT_WARPS = 16  # of a program that selects
+COMPARED = 16384  # pairs of logits that it compares at a time: 32 a thread
 ROUTE_TOKENS = 16  # tokens of one program in the many-token routing
 COLUMNS = {"bf16": 8, "fp8": 16, "int8": 16, "int4": 32}  # weight columns in a chunk of 16 bytes
 WARP = 32  # chunks of a tile that one warp loads at once
@@ -59,7 +60,10 @@ class MoeConfig:
 
 
 CONFIGS = {
-    "fp8": MoeConfig(half=True, gate_registers=128, one_late=True, shared_tiles=2, shared_programs=0, down_programs=0),
+    "fp8": MoeConfig(
+        half=True, gate_programs=4, one_rows=8, one_registers=168, one_late=True,
+        shared_tiles=2, shared_registers=128, down_tiles=8, down_registers=128,
+    ),  # fmt: skip
     "bf16": MoeConfig(gate_tiles=1, down_tiles=2, one_rows=2),
     "int8": MoeConfig(gate_tiles=1, down_tiles=2, one_rows=2, block_k=32),
     "int4": MoeConfig(gate_tiles=1, down_tiles=1, one_rows=2, pairs=1, block_k=32),

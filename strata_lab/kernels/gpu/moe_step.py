@@ -10,7 +10,15 @@ import triton
 from torch import Tensor
 
 from strata_lab.kernels.gpu import launch
-from strata_lab.kernels.gpu.moe_config import COLUMNS, COMPARED, DECODE_TOKENS, ROUTE_TOKENS, WARP, MoeConfig
+from strata_lab.kernels.gpu.moe_config import (
+    COLUMNS,
+    COMPARED,
+    DECODE_TOKENS,
+    ROUTE_TOKENS,
+    SELECT_WARPS,
+    WARP,
+    MoeConfig,
+)
 from strata_lab.kernels.gpu.moe_decode import combine_kernel, expert_kernel
 from strata_lab.kernels.gpu.moe_grouped import grouped_kernel, sort_kernel
 from strata_lab.kernels.gpu.moe_half import GROUP
@@ -69,12 +77,22 @@ class Step:
         """Router logits [T, E] of the norm of x, for few tokens."""
         c = self.config
         rows = min(c.gate_tiles * c.gate_warps, c.shared_tiles * c.shared_warps)
-        half = c.half and self.format == "fp8" and self.dtype != torch.float32 and rows % GROUP == 0
+        half = c.half and self.format == "fp8" and self.dtype != torch.float32 and rows % GROUP == 0 and self._whole
         h = torch.empty(self.x.shape, dtype=torch.float16 if half else torch.float32, device=self.x.device)
         self.unit = self.empty(self.tokens, dtype=torch.float32) if half else None
         logits = _few_logits(self.x, router, norm_weight, eps, h, self.unit)
         self.x = h
         return logits
+
+    @property
+    def _whole(self) -> bool:
+        """Whether every thread holds 16 columns of a row in order, as `moe_half` needs: rows of whole wide tiles."""
+        if launch.INTERPRETED:  # has no threads
+            return True
+        (_, across), (_, down) = self._chunks(self.gate_up), self._chunks(self.down)
+        one = triton.next_power_of_2(self.top_k) * min(self.config.one_warps * WARP, down)
+        aligned = self.hidden % self.chunk_codes == 0 and self.width % self.chunk_codes == 0
+        return aligned and min(across, down) >= WARP and one >= self.config.one_warps * WARP
 
     @property
     def max_entries(self) -> int:
@@ -139,10 +157,11 @@ class Step:
         chunks = -(-w.shape[1] // COLUMNS[self.format])
         return chunks, triton.next_power_of_2(chunks)
 
-    def _options(self, warps: int, registers: int | None) -> dict[str, Any]:
+    def _options(self, warps: int, registers: int | None, early: bool) -> dict[str, Any]:
         """Limits of registers are made for what the configuration is made for: float32 products need more."""
         limited = registers and (self.unit is not None or not self.config.half)
-        return launch.options(self.x.device, num_warps=warps) | ({"maxnreg": registers} if limited else {})
+        options = launch.options(self.x.device, num_warps=warps, early=early)
+        return options | ({"maxnreg": registers} if limited else {})
 
     def _products(
         self, routed: Routed, w: LinearWeight, x: Tensor, unit: Tensor | None, out: Tensor, out_unit: Tensor | None,
@@ -159,7 +178,8 @@ class Step:
             TOP_K=self.top_k, SOURCE=routed.source, GATED=w is self.gate_up, HOLD=self.config.hold,
             M=1 if routed.plan is None else self.config.pairs, Q=tiles, R=warps, C=min(WARP, padded),
             WIDTH=self.chunk_codes, FORMAT=self.format, HALF=unit is not None, ASM=not launch.INTERPRETED,
-            **self._options(warps, registers),
+            # LATE where gated: what follows reads the routing before it waits
+            **self._options(warps, registers, early=w is self.down),
         )  # fmt: skip
 
     def down_one(self, h: Tensor, units: Tensor | None, routed: Routed, residual: Tensor | None) -> Tensor:
@@ -175,7 +195,8 @@ class Step:
             E_BLOCK=triton.next_power_of_2(self.experts), TOP_K=self.top_k, SLOTS=slots, NORMALIZE=routed.normalize,
             SOURCE=routed.source, RESIDUAL=residual is not None, HOLD=c.hold, LATE=c.one_late and self.format == "fp8",
             Q=c.one_rows, C=min(c.one_warps * WARP, slots * span), WIDTH=self.chunk_codes, FORMAT=self.format,
-            HALF=units is not None, ASM=not launch.INTERPRETED, **self._options(c.one_warps, c.one_registers),
+            HALF=units is not None, ASM=not launch.INTERPRETED, 
+            **self._options(c.one_warps, c.one_registers, early=True),
         )  # fmt: skip
         return out
 
@@ -185,7 +206,8 @@ class Step:
         out = self.empty(self.tokens, self.hidden, dtype=self.dtype)
         combine_kernel[(self.tokens, -(-self.hidden // block))](
             residual, y, weights, out, 0 if residual is None else residual.stride(0), HIDDEN=self.hidden,
-            TOP_K=self.top_k, RESIDUAL=residual is not None, BLOCK=block, **launch.options(y.device, num_warps=2),
+            TOP_K=self.top_k, RESIDUAL=residual is not None, BLOCK=block,
+            **launch.options(y.device, num_warps=2, early=True),
         )  # fmt: skip
         return out
 
@@ -254,7 +276,7 @@ def _few_logits(
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
     logits_kernel[(experts + norm, tokens)](
         x, norm_weight, router, logits, h, unit, x.stride(0), eps, HIDDEN=hidden, E=experts, NORM=norm,
-        HALF=unit is not None, BLOCK=triton.next_power_of_2(hidden), **launch.options(x.device),
+        HALF=unit is not None, BLOCK=triton.next_power_of_2(hidden), **launch.options(x.device, early=True),
     )  # fmt: skip
     return logits
 
@@ -270,5 +292,5 @@ def select(
     select_kernel[(-(-tokens // t_block),)](
         logits, weights, ids, *(plan or (None, None, None)), tokens, E=experts, E_BLOCK=e_block, T_BLOCK=t_block,
         J_BLOCK=j_block, TOP_K=weights.shape[1], NORMALIZE=normalize, PLAN=plan is not None, M=m,
-        **launch.options(logits.device, num_warps=8),
+        **launch.options(logits.device, num_warps=SELECT_WARPS, early=True),
     )  # fmt: skip
