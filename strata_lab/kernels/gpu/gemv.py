@@ -29,6 +29,8 @@ LOAD_BYTES = 16  # what one thread asks for at once
 MAX_ROWS = 4  # of x; more are multiplied on tensor cores
 MAX_CHUNKS = 8  # of a row; more are spread over more threads
 PRELOAD_REGISTERS = 64  # of a thread, for weights on their way
+HELD_REGISTERS = 96  # the same where nothing else takes many
+WARP = 32
 WARPS = 8  # of a program
 LONG = 1 << 15  # outputs from which programs may be large (heads)
 REFERENCE_SMS = 132  # of an H200, for compiling ahead of time
@@ -286,13 +288,18 @@ def gemv_kernel(
 def default_config(weight: LinearWeight, t: int, norm: bool, silu_mul: bool, dtype: torch.dtype) -> GemvConfig:
     """Tiles for `t` rows of x. Tunable: every valid configuration is right.
 
-    Eight warps, two tiles each, all or most of a row requested at once: measured best on an H200 for one row of x
-    (programs are so many and so small that an incomplete last wave does not matter). More rows of x leave fewer
-    registers for weights: float32 x is held by every thread.
+    One row of x: a warp to a row, all or most of a row requested at once, measured best on an H200 (programs are so many
+    and so small that an incomplete last wave does not matter). More rows of x leave fewer registers for weights:
+    float32 x is held by every thread.
     """
     outputs = weight.shape[0] // 2 if silu_mul else weight.shape[0]
     per_load = _columns_per_load(weight)
     narrow = dtype != torch.float32 and weight.format != "bf16"
+    if t == 1 and narrow and weight.format == "fp8" and weight.shape[1] > WARP * per_load:
+        big = silu_mul or outputs >= LONG
+        warps = WARPS if norm and not big else WARPS // 2
+        pieces = 4 if big else 2
+        return GemvConfig(warps, WARP * per_load, pieces, HELD_REGISTERS // (4 * pieces), share=norm)
     most = MAX_CHUNKS if t == 1 else 5 if t == 2 and narrow else 3
     lanes = 8
     while -(-weight.shape[1] // (lanes * per_load)) > most:

@@ -40,6 +40,9 @@ MAX_ROWS = 16  # of x
 MAX_COLUMNS = 32  # of the product, for which a program has registers
 REGISTERS = 64  # for weights on their way
 WIDE_X_REGISTERS = 32  # the same where x takes many
+HELD_REGISTERS = 96  # the same where x takes few
+SHORT_TILES = 48  # of a row that four warps share
+BIG, LONG = 1 << 14, 1 << 15  # rows of a weight
 TILE_ROWS = 8  # of a weight tile: one per four lanes
 TILE_BYTES = 64  # of a weight row in a tile: 16 per lane
 ALIGNMENT = 16
@@ -306,6 +309,13 @@ def gemv_mma_kernel(
 def default_config(weight: LinearWeight, t: int) -> MmaConfig:
     """Tiles for `t` rows of x. Tunable: every valid configuration is right."""
     tiles = -(-_row_bytes(weight) // TILE_BYTES)  # of a row
+    if weight.format == "fp8" and t <= 8 and tiles > 8:  # measured on an H200
+        warps = 4 if tiles <= SHORT_TILES else 8
+        long = weight.shape[0] >= LONG
+        pieces = 4 if weight.shape[0] >= BIG else 2
+        chunks, fit = -(-tiles // warps), HELD_REGISTERS // (4 * pieces)
+        held = fit // 2 if long or (chunks > fit and pieces == 2) else min(chunks, fit)
+        return MmaConfig(pieces, warps, held, 2 if held < min(chunks, fit) else 1)
     warps = 16 if tiles > 128 and weight.group_size == 0 else 8 if tiles > 4 else 4
     held = 8 + (4 if weight.group_size else 0)
     wide = t * slots(weight) > 8
