@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -29,6 +30,7 @@ from strata_lab.models import get_family
 from strata_lab.models.base import CausalLM, WeightReader, load_weights
 from strata_lab.models.presets import PresetCheckpoint, preset_config
 from strata_lab.prefill_lane import PrefillLane
+from strata_lab.quant import engine_granularity
 from strata_lab.quant.base import PANEL_ROWS, LinearWeight
 from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import EagerStep, Runner
@@ -159,7 +161,8 @@ class Builder:
             free, total = torch.cuda.mem_get_info(self.device)
             loaded = current is not None and current.optimizations.weight_format == resolved.weight_format
             formats = (resolved.weight_format or "bf16", resolved.kv_cache_dtype or "bf16")
-            weights = 0 if loaded else forecast(self.model_config, *formats).stored_bytes
+            granularity = engine_granularity(formats[0], self.device.type)
+            weights = 0 if loaded else forecast(self.model_config, *formats, granularity).stored_bytes
             workspace = workspace_nbytes(self.model_config, resolved.max_num_batched_tokens, resolved.max_num_seqs)
             return max(0, int(free - (1 - utilization) * total - weights - workspace))
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -239,8 +242,9 @@ class Builder:
             return current.weights
         task = f"loading weights as {weight_format}"
         reader = WeightReader(
-            self.checkpoint, weight_format, self.device, self.dtype, self._pack(), lambda f: self.progress(task, f)
-        )
+            self.checkpoint, weight_format, self.device, self.dtype, self._pack(), lambda f: self.progress(task, f),
+            engine_granularity(weight_format, self.device.type),
+        )  # fmt: skip
         with torch.no_grad():
             return load_weights(reader, get_family(self.model_config.architecture))
 
@@ -256,7 +260,9 @@ class Builder:
         blocks = self._pool_blocks(resolved, current)
         if current is not None and current.kv.num_blocks == blocks and current.kv.kv_format == resolved.kv_cache_dtype:
             return current.kv
-        return KVCache(self.model_config, blocks, self.config.block_size, resolved.kv_cache_dtype, self.device)
+        scales = getattr(self.checkpoint, "kv_scales", None) if resolved.kv_cache_dtype == "fp8" else None
+        size = self.config.block_size
+        return KVCache(self.model_config, blocks, size, resolved.kv_cache_dtype, self.device, scales)
 
     def _prefill(self) -> SplitPrefill:
         """Prompts between decode steps, or on a GPU beside them, as soon as the lane is free."""
@@ -296,7 +302,8 @@ class Builder:
             step = CapturedStep(eager, recorder)
         if self.backend == "triton":
             sampling = GpuSampling(self.config.block_size, self.model_config.vocab_size, self.device)
-            ahead = RunAhead(self._plain(step), eager, recorder, sampling, clock=_clock, progress=self.progress)
+            clock = partial(torch.cuda.Event, enable_timing=True)
+            ahead = RunAhead(self._plain(step), eager, recorder, sampling, clock=clock, progress=self.progress)
             ahead.prepare()
             return ahead
         step.prepare(lambda fraction: self.progress("capturing the decode step", fraction))
@@ -326,11 +333,6 @@ def _device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device={name!r}: torch {torch.__version__} sees no CUDA device; try device='cpu'")
     return torch.device(name)
-
-
-def _clock() -> Any:
-    """An event that marks a point of the device's work."""
-    return torch.cuda.Event(enable_timing=True)
 
 
 def _open(config: EngineConfig, device: torch.device) -> Any:

@@ -6,6 +6,8 @@ Which block belongs to whom is `block_manager.py`'s business; what is written an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from strata_lab.config import ModelConfig
@@ -23,17 +25,19 @@ class KVCache:
         block_size: tokens per block.
         kv_format: key of `KV_DTYPES`.
         device: where it lives.
+        scales: (k, v) of each layer: stored value = value / scale. None: 1; e4m3 reaches 448, the supported models stay
+            below.
     """
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, block_size: int, kv_format: str, device: torch.device
-    ) -> None:
+        self, config: ModelConfig, num_blocks: int, block_size: int, kv_format: str, device: torch.device,
+        scales: Sequence[tuple[float, float]] | None = None,
+    ) -> None:  # fmt: skip
         self.num_blocks, self.block_size, self.kv_format = num_blocks, block_size, kv_format
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self._k = torch.empty(shape, dtype=KV_DTYPES[kv_format], device=device)
         self._v = torch.empty(shape, dtype=KV_DTYPES[kv_format], device=device)
-        # Unit scales until a checkpoint brings calibrated ones: e4m3 reaches 448, the supported models stay below.
-        self.scales = [(1.0, 1.0)] * config.num_layers
+        self.scales = [(1.0, 1.0)] * config.num_layers if scales is None else list(scales)
         self._layers = [LayerKV(self._k[i], self._v[i], *self.scales[i]) for i in range(config.num_layers)]
 
     def layer(self, index: int) -> LayerKV:

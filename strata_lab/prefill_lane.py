@@ -1,12 +1,15 @@
 """Prompts beside the decode steps: `pd_split` on a GPU.
 
 A thread of its own launches prompt slices on a stream of its own, while the engine thread goes on with decode steps,
-whose captured kernels have the higher priority. One batch at a time; the scheduler holds its requests and their blocks
-until it has landed. Nothing here decides what is computed.
+whose captured kernels have the higher priority. Where torch and the driver have green contexts, that stream belongs to
+one that owns a part of the multiprocessors: a prompt's long kernels then leave the others to the decode steps at once,
+where priority alone only lets a decode kernel go first when a program of the prompt's ends. One batch at a time; the
+scheduler holds its requests and their blocks until it has landed. Nothing here decides what is computed.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -16,6 +19,11 @@ import torch
 
 from strata_lab.batch import ScheduledBatch
 from strata_lab.runner import Runner, StepResult
+
+SM_SHARE = 0.5  # of the multiprocessors for prompts
+SM_UNIT = 8  # multiprocessors that a green context takes or leaves together (compute capability 9.0)
+
+logger = logging.getLogger(__name__)
 
 
 class PrefillLane:
@@ -28,14 +36,21 @@ class PrefillLane:
     Attributes:
         batch: what is or was computed last.
         submitted_s: when, on the events' clock.
+        multiprocessors: that it may use; None: all.
     """
 
     batch: ScheduledBatch
     submitted_s: float
+    multiprocessors: int | None = None
 
     def __init__(self, runner: Runner, device: torch.device) -> None:
         self.runner = runner
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # of the lowest priority
+        self._part: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._part, self._stream = _own_stream(device)
+        if self._part is not None:
+            self.multiprocessors = lane_multiprocessors(device)
         self._pool = ThreadPoolExecutor(1, "strata-prefill")
         self._future: Future[StepResult] | None = None
 
@@ -80,3 +95,21 @@ class PrefillLane:
     def close(self) -> None:
         """Wait for what runs and end the thread."""
         self._pool.shutdown(wait=True)
+
+
+def lane_multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors the lane gets: `SM_SHARE` of the card's, in whole units."""
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(SM_UNIT, int(count * SM_SHARE) // SM_UNIT * SM_UNIT)
+
+
+def _own_stream(device: torch.device) -> tuple[Any, torch.cuda.Stream]:
+    """A green context with its stream; without such contexts None and an ordinary stream of the lowest priority."""
+    try:
+        from torch.cuda.green_contexts import GreenContext
+
+        part: Any = GreenContext.create(num_sms=lane_multiprocessors(device), device_id=device.index or 0)
+        return part, part.Stream()
+    except (ImportError, AttributeError, RuntimeError, TypeError) as error:
+        logger.info("prompts share all multiprocessors: no green context (%s)", error)
+        return None, torch.cuda.Stream(device)

@@ -6,6 +6,7 @@ Weights are random but lively (norms and biases too), so that a tensor in the wr
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +143,28 @@ def write_gguf(
             continue
         plain = array.ndim == 1 or name.endswith("ffn_gate_inp.weight")
         dtype = gguf.GGMLQuantizationType["F32" if plain else kind]
-        writer.add_tensor(name, quantize(array, dtype), raw_dtype=dtype)
+        writer.add_tensor(name, _blocks(array, dtype), raw_dtype=dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return found
+
+
+def _blocks(array: np.ndarray, dtype: gguf.GGMLQuantizationType) -> np.ndarray:
+    """`array` [..., N, K] quantized. The gguf package cannot write K types: a row is random bytes of its own."""
+    scales_at = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(dtype.name)
+    if scales_at is None:
+        return quantize(array, dtype)
+    columns, nbytes = gguf.GGML_QUANT_SIZES[dtype]
+    rows = array.reshape(-1, array.shape[-1])
+    made = np.empty((len(rows), array.shape[-1] // columns, nbytes), np.uint8)
+    for row, values in zip(made, rows, strict=True):
+        rng = np.random.default_rng(zlib.crc32(values.tobytes()))
+        row[:] = rng.integers(0, 256, row.shape)
+        for at in scales_at:
+            row[:, at : at + 2] = rng.uniform(1e-4, 1e-3, (len(row), 1)).astype(np.float16).view(np.uint8)
+    return made.reshape(*array.shape[:-1], -1)
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -212,7 +229,7 @@ def _gguf_tensors(
         gguf_name = f"{short}.{suffix}" if stem in top else f"blk.{stem.split('.')[2]}.{short}.{suffix}"
         plain = array.ndim == 1 or short == "ffn_gate_inp"
         dtype = gguf.GGMLQuantizationType["F32" if plain else kind]
-        rounded = gguf.quants.dequantize(quantize(array, dtype), dtype)
+        rounded = gguf.quants.dequantize(_blocks(array, dtype), dtype)
         if array.ndim == 3:
             for e in range(len(rounded)):
                 found[name.replace("experts.", f"experts.{e}.")] = rounded[e]

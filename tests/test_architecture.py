@@ -40,7 +40,7 @@ LONG_FILES: dict[str, str] = {}
 TOGGLE_READS = {
     "strata_lab/engine.py: self.optimizations.weight_format": "shown in its repr",
 }
-# Files that may write to standard output, beside cli.py -> why.
+# Files that may write to standard output -> why.
 PRINTERS: dict[str, str] = {
     "strata_lab/bench/kernels_cpu.py": "a command of its own; the table is its output",
     "strata_lab/bench/evidence.py": "a command of its own; a line per cell, as soon as it is measured",
@@ -140,7 +140,7 @@ def test_layers_call_operators_and_never_triton() -> None:
 def test_the_engine_knows_no_user_interface() -> None:
     """Charts, commands and the server reach the engine; nothing under them reaches back."""
     above = ("strata_lab.cli", "strata_lab.server", "strata_lab.workbench", "strata_lab.bench")
-    top = [p for p in python_files(PACKAGE) if p.relative_to(PACKAGE).parts[0] not in (*NOT_CORE, "cli.py", "bench")]
+    top = [p for p in python_files(PACKAGE) if p.relative_to(PACKAGE).parts[0] not in (*NOT_CORE, "bench")]
     assert [f"{relative(p)} imports {name}" for p in top for name in above if uses(p, name)] == []
 
 
@@ -245,8 +245,7 @@ def calls(path: Path, name: str) -> bool:
 
 
 def test_library_code_does_not_print() -> None:
-    allowed = {"strata_lab/cli.py", *PRINTERS}
-    assert [relative(p) for p in python_files(PACKAGE) if calls(p, "print") and relative(p) not in allowed] == []
+    assert [relative(p) for p in python_files(PACKAGE) if calls(p, "print") and relative(p) not in PRINTERS] == []
 
 
 def test_no_environment_variable_changes_behaviour() -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from strata_lab import __version__, cli, cli_answer
+from strata_lab import __version__, cli
 from strata_lab.bench.harness import Environment, Spread
-from strata_lab.cli_options import attribute_docs, parse_toggle, sampling_flags, toggle_flags
+from strata_lab.cli import answers
+from strata_lab.cli.options import attribute_docs, parse_toggle, sampling_flags, toggle_flags
 from strata_lab.config import ConfigError, EngineConfig, toggles
 from strata_lab.events import TokenEvent
 from strata_lab.request import SamplingParams
@@ -231,9 +232,9 @@ def test_an_interrupt_keeps_the_text_so_far_and_ends_the_request(monkeypatch: py
 
 
 def test_prefill_and_decode_rates_are_kept_apart() -> None:
-    made = cli_answer.Answer(prompt_tokens=100, sent_s=10.0, first_s=10.5, last_s=12.5, token_ids=[1] * 21)
+    made = answers.Answer(prompt_tokens=100, sent_s=10.0, first_s=10.5, last_s=12.5, token_ids=[1] * 21)
     assert made.figures() == {"ttft_ms": 500.0, "prefill_tok_s": 200.0, "decode_tok_s": 10.0}
-    assert cli_answer.Answer(5, 1.0).figures() == {"ttft_ms": None, "prefill_tok_s": None, "decode_tok_s": None}
+    assert answers.Answer(5, 1.0).figures() == {"ttft_ms": None, "prefill_tok_s": None, "decode_tok_s": None}
 
 
 # -- chat -------------------------------------------------------------------------------------------------------------

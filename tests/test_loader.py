@@ -22,7 +22,7 @@ from strata_lab.models import conversion, hub
 from strata_lab.models.checkpoint import is_linear
 from strata_lab.models.conversion import open_gguf
 from strata_lab.models.gguf_file import llama3_scaling
-from strata_lab.models.gguf_tensor import SUPPORTED_TYPES
+from strata_lab.models.gguf_tensor import K_TYPES, SUPPORTED_TYPES
 from strata_lab.models.hf_config import model_config
 from strata_lab.models.loader import CheckpointError, open_checkpoint
 from strata_lab.quant import get_format
@@ -178,7 +178,7 @@ def test_a_gguf_has_the_geometry_and_values_of_the_folder_it_was_made_from(famil
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("kind", SUPPORTED_TYPES)
+@pytest.mark.parametrize("kind", [kind for kind in SUPPORTED_TYPES if kind not in K_TYPES])
 def test_every_gguf_type_is_read_without_changing_a_bit(kind, family, models, tmp_path) -> None:
     expected = write_gguf(tmp_path / "m.gguf", models[family][1], kind=kind)
     checkpoint = open_gguf(tmp_path / "m.gguf", cache_dir=tmp_path)
@@ -186,7 +186,27 @@ def test_every_gguf_type_is_read_without_changing_a_bit(kind, family, models, tm
     for name, array in expected.items():
         assert np.array_equal(values(checkpoint, name).numpy(), array), name
         if is_linear(name):
-            assert checkpoint.linear(name).format == FORMAT_OF[kind]
+            weight = checkpoint.linear(name)
+            assert (weight.format, weight.mins is not None) == (FORMAT_OF[kind], kind == "Q4_1")
+    assert checkpoint.notes() == []
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", K_TYPES)
+def test_k_types_are_dequantized_as_the_gguf_package_does_and_noted(kind, family, tmp_path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512}
+    sizes |= {"moe_intermediate_size": 256, "head_dim": 64} if family == "qwen3_moe" else {}
+    expected = write_gguf(tmp_path / "m.gguf", write_checkpoint(tmp_path / "m", family, **sizes)[1], kind=kind)
+    checkpoint = open_gguf(tmp_path / "m.gguf", cache_dir=tmp_path)
+    for name, array in expected.items():
+        assert np.array_equal(values(checkpoint, name).numpy(), array), name
+        if is_linear(name):
+            assert checkpoint.linear(name).format == "fp32"
+    assert checkpoint.stored_format == "bf16"
+    (note,) = checkpoint.notes()
+    assert f"{sum(map(is_linear, expected)) - 1} more: {kind} has no counterpart" in note
+    copy = checkpoint._folder / "model.safetensors"
+    assert copy.stat().st_size < (tmp_path / "m.gguf").stat().st_size * 1.2, "blocks are kept, not float32"
 
 
 def test_llama3_frequencies_in_a_gguf_become_the_rule_they_came_from(models, tmp_path) -> None:
@@ -240,9 +260,14 @@ def test_every_end_token_of_either_config_counts(llama) -> None:
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; it must be 'silu'"),
         ({"attention_bias": True}, "attention_bias=True is only supported for Qwen2"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
-        ({"layer_types": ["sliding_attention"]}, "only full_attention"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config=.* is not supported"),
+        ({"layer_types": ["sliding_attention"]}, "only a list of full_attention"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "'hqq' is not supported; supported are awq, .*gptq"),
         ({"hidden_size": "64"}, "hidden_size='64' must be a whole number"),
+        ({"architectures": [[]]}, r"architecture \[\] is not supported"),
+        ({"layer_types": 5}, "layer_types=5; only a list of full_attention works"),
+        ({"rope_parameters": {"rope_type": ["llama3"]}}, r"rope scaling \['llama3'\] is not supported"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf must be a number above 0"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps=10+ must be a number above 0"),
         ({"vocab_size": None}, "vocab_size=None must be a whole number"),
         ({"num_key_value_heads": 3}, "num_q_heads=4 must be a multiple of num_kv_heads=3"),
         ({"rms_norm_eps": -1}, "rms_norm_eps=-1 must be a number above 0"),
@@ -426,10 +451,10 @@ def test_computed_buffers_of_old_exporters_are_ignored(llama) -> None:
         ({"tokenizer__ggml__token_type": [1]}, "token_type has 1 entries"),
         ({"tokenizer__ggml__bos_token_id": 9999}, "bos_token_id is 9999"),
         (
-            {"kind": "Q4_0", "tensors": {"output.weight": np.full((320, 64), 1e5, np.float32)}},
-            "'output.weight' has Q4_0 scales of 12496.0, too large for 16-bit minimums; use a Q8_0 file",
+            {"kind": "Q4_0", "tensors": {"output.weight": np.full((320, 64), 1e6, np.float32)}},
+            "640 of 640 scales of tensor 'output.weight' are NaN or infinite",
         ),
-        ({"kind": "Q5_1"}, r"has type Q5_1; supported are F32, F16, BF16, Q8_0, Q4_0, Q4_1"),
+        ({"kind": "Q5_1"}, r"has type Q5_1; supported are F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K"),
     ],
 )
 def test_a_gguf_that_does_not_fit_says_why(options, message, models, tmp_path) -> None:

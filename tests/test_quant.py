@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -298,3 +299,17 @@ def test_head_takes_eight_bits_beside_four_bit_layers() -> None:
     assert {name: head_format(name) for name in ALL} == {
         "fp32": "fp32", "bf16": "bf16", "fp8": "fp8", "int8": "int8", "int4": "int8",
     }  # fmt: skip
+
+
+def test_consecutive_rows_of_one_weight_are_joined_without_a_copy_and_others_with_one() -> None:
+    whole = get_format("int4").quantize(torch.randn(24, 64))
+    parts = [whole.rows(0, 8), whole.rows(8, 12), whole.rows(12, 20)]
+    joined = concat_rows(parts)
+    assert joined.shape == (20, 64)
+    for ours, theirs in zip(joined.tensors, whole.tensors, strict=True):
+        assert ours.data_ptr() == theirs.data_ptr()
+        assert torch.equal(ours, theirs[:20])
+    swapped = concat_rows([parts[1], parts[0]])
+    assert torch.equal(swapped.data, torch.cat([whole.data[8:12], whole.data[:8]]))
+    apart = concat_rows([whole.rows(0, 8), replace(whole.rows(8, 12), data=whole.data[8:12].clone())])
+    assert torch.equal(apart.data, whole.data[:12])

@@ -14,7 +14,7 @@ import torch
 from strata_lab.bench import linear_candidates, sweep_linear
 from strata_lab.bench.linear_candidates import FORMATS, PRODUCTS, TOKENS, Product, Task, exact_weight, random_weight
 from strata_lab.bench.sweep_linear import Result
-from strata_lab.kernels.gpu import gemm, gemv, gemv_mma
+from strata_lab.kernels.gpu import gemm, gemv, gemv_int, gemv_mma_config
 
 SMALL = Product("small", 24, 512, norm=True)
 
@@ -24,11 +24,17 @@ def _result(us: float | None, path: str = "mma", problem: str | None = None) -> 
 
 
 def test_every_group_tries_the_default_and_every_path_that_fits_its_rows() -> None:
-    paths = {1: {gemv.GemvConfig, gemv_mma.MmaConfig}, 8: {gemv_mma.MmaConfig, gemm.DotConfig}, 17: {gemm.DotConfig}}
+    paths = {
+        1: {gemv.GemvConfig, gemv_mma_config.MmaConfig},
+        8: {gemv_mma_config.MmaConfig, gemm.DotConfig},
+        17: {gemm.DotConfig},
+    }
     for product in PRODUCTS:
         for fmt in (*FORMATS, "bf16", "int8"):
             for tokens, kinds in paths.items():
                 found = linear_candidates.candidates(product, fmt, tokens)
+                if tokens == 1 and fmt.startswith("int"):
+                    kinds = {gemv_int.IntConfig, gemv_mma_config.MmaConfig}
                 assert found[0] is None
                 assert {type(config) for config in found[1:]} == kinds, (product, fmt, tokens)
                 assert len(set(found)) == len(found)
@@ -40,12 +46,12 @@ def test_candidates_are_valid() -> None:
 
     for task in linear_candidates.tasks((*FORMATS, "bf16"), TOKENS):
         config = task.config
-        if isinstance(config, gemv.GemvConfig):
+        if isinstance(config, gemv.GemvConfig | gemv_int.IntConfig):
             assert power(config.rows)
             assert power(config.chunk)
             assert config.preload >= 1
             assert not task.product.gated or config.pieces % 2 == 0
-        elif isinstance(config, gemv_mma.MmaConfig):
+        elif isinstance(config, gemv_mma_config.MmaConfig):
             assert config.preload >= 1
             assert config.pieces % 2 == 0 or (config.pieces == 1 and not task.product.gated)
             assert config.block >= 8
@@ -63,7 +69,7 @@ def test_what_is_named_first_is_tried_first() -> None:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_candidates_are_checked_against_the_definition(fmt: str) -> None:
     """The very check that a card makes, with a right product and a wrong one."""
-    task = Task(SMALL, fmt, 2, gemv_mma.MmaConfig(2, 2, 1))
+    task = Task(SMALL, fmt, 2, gemv_mma_config.MmaConfig(2, 2, 1))
     inputs, sets, expected = sweep_linear._prepared(task, 1000, torch.device("cpu"))
     assert len(sets) >= 2
     assert all(s.nbytes == sets[0].nbytes and s.data.data_ptr() != sets[0].data.data_ptr() for s in sets[1:])
@@ -94,7 +100,12 @@ def test_candidates_are_measured_once_in_order_and_a_lost_context_ends_the_proce
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wrong configuration is reported and not timed; after a CUDA error the next process goes on behind it."""
-    configs = [None, gemm.DotConfig(16, 16, 128, 1, 4, 2), gemv_mma.MmaConfig(2, 2, 1), gemv_mma.MmaConfig(3, 2, 1)]
+    configs = [
+        None,
+        gemm.DotConfig(16, 16, 128, 1, 4, 2),
+        gemv_mma_config.MmaConfig(2, 2, 1),
+        gemv_mma_config.MmaConfig(3, 2, 1),
+    ]
     every = [Task(SMALL, "fp8", 2, config) for config in configs]
     timed: list[int] = []
 
@@ -135,7 +146,7 @@ def test_the_report_has_the_best_the_default_and_what_failed() -> None:
 
 
 def test_an_ended_task_knows_its_path_and_bandwidth() -> None:
-    task = Task(SMALL, "fp8", 2, gemv_mma.MmaConfig(2, 2, 1))
+    task = Task(SMALL, "fp8", 2, gemv_mma_config.MmaConfig(2, 2, 1))
     result = sweep_linear.ended(task, 2.0, 8_000_000, None)
     assert (result.path, result.tb_s) == ("mma", 4.0)
     assert sweep_linear.ended(Task(SMALL, "fp8", 2, None), None, 1, "lost").path == "default"

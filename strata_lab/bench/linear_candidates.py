@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from strata_lab.kernels.gpu import gemm, gemv, gemv_mma
+from strata_lab.kernels.gpu import gemm, gemv, gemv_int, gemv_mma_config
 from strata_lab.kernels.gpu.linear import Config
 from strata_lab.quant import get_format
 from strata_lab.quant.base import LinearWeight
@@ -68,13 +68,26 @@ def candidates(product: Product, fmt: str, tokens: int) -> list[Config | None]:
     """The default and every sensible configuration of every path."""
     found: list[Config | None] = [None]
     bits = 4 if fmt.startswith("int4") else 16 if fmt == "bf16" else 8
-    if tokens <= 2:
+    if tokens == 1 and fmt.startswith("int"):
+        found += _int_candidates(product, fmt, bits)
+    elif tokens <= 2:
         found += _gemv_candidates(product, fmt, bits)
-    if tokens <= gemv_mma.MAX_ROWS:
+    if tokens <= gemv_mma_config.MAX_ROWS:
         found += _mma_candidates(product, bits, tokens)
     if tokens >= 8:
         found += _dot_candidates(product, fmt, tokens)
     return found
+
+
+def _int_candidates(product: Product, fmt: str, bits: int) -> Iterator[gemv_int.IntConfig]:
+    per_load = 128 // bits
+    for lanes in (8, 16, 32):
+        chunks = -(-product.k // (lanes * per_load))
+        for warps in (2, 4, 8):
+            for pieces in (2, 4, 8) if product.gated or product.n > gemv.LONG else (1, 2, 4):
+                most = HELD_REGISTERS // (pieces * (6 if fmt == "int4" else 5))  # scales and minima as well
+                if most > 0 and chunks <= 4 * most:  # what is not requested at once is requested late
+                    yield gemv_int.IntConfig(warps * 32 // lanes, lanes * per_load, pieces, min(chunks, most))
 
 
 def _gemv_candidates(product: Product, fmt: str, bits: int) -> Iterator[gemv.GemvConfig]:
@@ -91,17 +104,17 @@ def _gemv_candidates(product: Product, fmt: str, bits: int) -> Iterator[gemv.Gem
                     yield gemv.GemvConfig(rows, lanes * per_load, pieces, min(chunks, most), share)
 
 
-def _mma_candidates(product: Product, bits: int, tokens: int) -> Iterator[gemv_mma.MmaConfig]:
-    tiles = -(-product.k * bits // (8 * gemv_mma.TILE_BYTES))
+def _mma_candidates(product: Product, bits: int, tokens: int) -> Iterator[gemv_mma_config.MmaConfig]:
+    tiles = -(-product.k * bits // (8 * gemv_mma_config.TILE_BYTES))
     for pieces in (2, 4) if product.gated else (1, 2, 4):
         for warps in (4, 8, 16):
             chunks = -(-tiles // warps)
             most = min(chunks, HELD_REGISTERS // (4 * pieces))
             if warps > tiles or (bits == 4 and tokens > 2 and (pieces > 2 or warps > 8)):  # the latter spill
                 continue
-            block = 8 if bits == 4 else gemv_mma.MAX_ROWS
+            block = 8 if bits == 4 else gemv_mma_config.MAX_ROWS
             for preload, ahead in ((most, 1), (most, 3), (max(1, most // 2), 2)):
-                yield gemv_mma.MmaConfig(pieces, warps, preload, ahead, block)
+                yield gemv_mma_config.MmaConfig(pieces, warps, preload, ahead, block)
 
 
 def _dot_candidates(product: Product, fmt: str, tokens: int) -> Iterator[gemm.DotConfig]:

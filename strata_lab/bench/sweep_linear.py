@@ -38,7 +38,7 @@ from strata_lab.bench.linear_candidates import (
     random_weight,
     tasks,
 )
-from strata_lab.kernels.gpu import gemm, gemv, gemv_mma
+from strata_lab.kernels.gpu import gemm, gemv, gemv_int, gemv_mma_config
 from strata_lab.kernels.gpu.linear import Config, linear_triton, lm_head_triton
 from strata_lab.kernels.linear import linear_ref
 from strata_lab.quant.base import LinearWeight
@@ -54,7 +54,9 @@ RESTARTS = 20
 EPS = 1e-6
 
 
-_CONFIGS: dict[str, type] = {"gemv": gemv.GemvConfig, "mma": gemv_mma.MmaConfig, "dot": gemm.DotConfig}
+_CONFIGS: dict[str, type] = {
+    "gemv": gemv.GemvConfig, "int": gemv_int.IntConfig, "mma": gemv_mma_config.MmaConfig, "dot": gemm.DotConfig,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from strata_lab.kernels import Ops
 from strata_lab.layers.attention import FusedAttention, LayerKV, PlainAttention, StepContext
 from strata_lab.layers.mlp import FusedMlp, PlainMlp
 from strata_lab.layers.weights import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights
+from strata_lab.models.merge import alike
 from strata_lab.quant import convert, head_format
 from strata_lab.quant.base import LinearWeight, concat_rows
 
@@ -46,6 +47,7 @@ class WeightReader:
         device, dtype: of norms, biases and routers.
         pack: turns a matrix into the layout the kernels read; the identity where that is "rows".
         progress: called with a fraction after every layer.
+        granularity: variant to make of matrices that are stored in another format.
     """
 
     source: WeightSource
@@ -54,21 +56,21 @@ class WeightReader:
     dtype: torch.dtype
     pack: Callable[[LinearWeight], LinearWeight]
     progress: Callable[[float], None]
+    granularity: str | None = None
 
     def matrix(self, *names: str) -> LinearWeight:
         """One or several matrices, stacked along their rows."""
-        stored = [self.source.linear(name) for name in names]
-        if len({(w.format, w.group_size) for w in stored}) > 1:  # a file may keep some projections more precise
-            return self._place([convert(w, self.weight_format) for w in stored], self.weight_format)
-        return self._place(stored, self.weight_format)
+        parts = alike([self.source.linear(name) for name in names], self.weight_format)
+        other = parts[0].format != self.weight_format
+        return self._place(parts, self.weight_format, self.granularity if other else None)
 
     def head(self, name: str) -> LinearWeight:
         """The embedding or LM head; kept at least 8 bits wide."""
         return self._place([self.source.linear(name)], head_format(self.weight_format))
 
-    def _place(self, parts: Sequence[LinearWeight], weight_format: str) -> LinearWeight:
+    def _place(self, parts: Sequence[LinearWeight], weight_format: str, granularity: str | None = None) -> LinearWeight:
         merged = parts[0] if len(parts) == 1 else concat_rows(parts)
-        return self.pack(convert(merged.to(self.device), weight_format))
+        return self.pack(convert(merged.to(self.device), weight_format, granularity))
 
     def vector(self, name: str) -> Tensor:
         """A norm weight or bias."""

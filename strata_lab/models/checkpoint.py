@@ -30,7 +30,8 @@ class Checkpoint(Protocol):
     Attributes:
         name: short name for people.
         config: geometry, regular whatever the file.
-        stored_format: number format of most of the layers' weights: "fp32", "bf16", "int8" or "int4".
+        stored_format: number format of most of the layers' weights: "fp32", "bf16", "fp8", "int8" or "int4"; "bf16"
+            where most of them come dequantized, because that holds them well.
         generation: the author's defaults for generating ("eos_token_ids", maybe "temperature", "top_p", "top_k").
     """
 
@@ -45,6 +46,10 @@ class Checkpoint(Protocol):
 
     def linear(self, name: str) -> LinearWeight:
         """A matrix [N, K] as stored, layout "rows"; float16 comes as fp32, which holds it exactly."""
+        ...
+
+    def notes(self) -> list[str]:
+        """Sentences on what `linear` handed out otherwise than the file stores it, so far."""
         ...
 
     def tensor(self, name: str) -> Tensor:

@@ -1,10 +1,11 @@
 """Keeps a parsed GGUF file in the user's cache folder, in a form that opens in milliseconds.
 
 Parsing a GGUF's token lists takes seconds, and its blocks mix codes with scales; both are done once. The converted
-folder holds `model.safetensors` (codes, scales and minimums as separate tensors, memory-mapped when used),
-`config.json` and the tokenizer. It is written beside its final place and moved there in one rename, so a reader sees a
-whole folder or none, and of two processes that convert at the same time the slower one drops its copy. The key covers
-the file's size, time, first and last megabyte and the version of this format: a changed file is converted anew.
+folder holds `model.safetensors` (codes, scales and minimums as separate tensors, memory-mapped when used; K types stay
+blocks), `config.json` and the tokenizer. It is written beside its final place and moved there in one rename, so a
+reader sees a whole folder or none, and of two processes that convert at the same time the slower one drops its copy.
+The key covers the file's size, time, first and last megabyte and the version of this format: a changed file is
+converted anew.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from strata_lab.config import ModelConfig
 from strata_lab.models.checkpoint import check_tensors, is_linear, plain_linear, plain_tensor
 from strata_lab.models.errors import CheckpointError
+from strata_lab.models.gguf_tensor import GROUP, K_TYPES
+from strata_lab.models.packed import Notes
 from strata_lab.models.safetensors_io import SafetensorsFile, TensorPart, write_safetensors
 from strata_lab.quant.base import LinearWeight
 from strata_lab.tokenizer import Tokenizer
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _SAMPLE_BYTES = 1 << 20
 _ABANDONED_S = 86_400.0  # a half-written folder older than a day belongs to no living process
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -108,13 +112,14 @@ def convert(path: Path, folder: Path) -> None:
     manifest: dict[str, Any] = {}
     parts: list[TensorPart] = []
     for name, tensor in gguf.weights.items():
-        new = tensor.parts(name)
-        if len(new) > 1 and not is_linear(name):
+        if tensor.quantized and not is_linear(name):
             raise CheckpointError(
                 f"{path}: tensor {tensor.name!r} is {tensor.kind}; norms, biases and routers must be "
                 "F32, F16 or BF16. Use another file of the model"
             )
-        manifest[name] = {"format": tensor.format, "shape": tensor.shape, "blocks": len(new) > 1}
+        new = tensor.parts(name)
+        entry = {"format": tensor.format, "shape": tensor.shape, "kind": tensor.kind, "parts": [p.name for p in new]}
+        manifest[name] = entry
         parts += new
     tokenizer = read_tokenizer(gguf)
     if tokenizer is not None:
@@ -161,6 +166,7 @@ class ConvertedCheckpoint:
         self._manifest: dict[str, dict[str, Any]] = meta["tensors"]
         self._file = SafetensorsFile(folder / "model.safetensors")
         self._tokenizer: Tokenizer | None = None
+        self._notes = Notes()
 
     def names(self) -> list[str]:
         """Canonical names of all tensors."""
@@ -176,24 +182,39 @@ class ConvertedCheckpoint:
         stored = _EXPERT.sub(".experts.*.", name)
         entry = self._entry(stored, name)
         n, k = entry["shape"][-2:]
-        data = self._file.get(stored)
-        if not entry["blocks"]:
-            return plain_linear(data if expert is None else data[int(expert[1])])
+        data, number = self._file.get(stored), 0 if expert is None else int(expert[1])
+        start, stop = number * n, (number + 1) * n
+        if entry["kind"] in K_TYPES:
+            return self._dequantized(name, entry["kind"], data[start:stop])
+        if len(entry["parts"]) == 1:
+            return plain_linear(data if expert is None else data[number])
+        mins = f"{stored}.mins"
         whole = LinearWeight(
             format=entry["format"],
             shape=(data.shape[0], k),
             data=data,
             scales=self._file.get(f"{stored}.scales"),
-            mins=self._file.get(f"{stored}.mins") if entry["format"] == "int4" else None,
-            group_size=32,
+            mins=self._file.get(mins) if mins in entry["parts"] else None,
+            group_size=GROUP,
         )
-        return whole if expert is None else whole.rows(int(expert[1]) * n, (int(expert[1]) + 1) * n)
+        return whole if expert is None else whole.rows(start, stop)
+
+    def _dequantized(self, name: str, kind: str, blocks: Tensor) -> LinearWeight:
+        from gguf import GGMLQuantizationType  # slow to import, and needed for these types alone
+        from gguf.quants import dequantize
+
+        self._notes.add(f"{kind} has no counterpart among this engine's formats: dequantized to float32", name)
+        return plain_linear(torch.from_numpy(dequantize(blocks.numpy(), GGMLQuantizationType[kind])))
 
     def tensor(self, name: str) -> Tensor:
         """A norm, bias or router."""
         self._entry(name, name)
         data = self._file.get(name)
         return plain_tensor(data)
+
+    def notes(self) -> list[str]:
+        """What was read otherwise than stored."""
+        return self._notes.lines()
 
     def _entry(self, stored: str, name: str) -> dict[str, Any]:
         if stored not in self._manifest:

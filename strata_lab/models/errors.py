@@ -11,9 +11,11 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be used. The message names the file, the tensor or key, what was expected and the fix."""
 
 
-def refuse_pickle(path: Path) -> CheckpointError:
-    """Why a pickled file is not read, and what to do."""
+def refuse_pickle(path: Path, reason: str = "") -> CheckpointError:
+    """Why a pickled file is not read (`reason`: none but a folder's pytorch_model.bin is), and what to do."""
+    reason = reason or "only the pytorch_model.bin files of a model's folder are read"
     return CheckpointError(
-        f"{path} is a pickle: opening it could run any code in it, so it is never read. Use the model's .safetensors "
-        "files, or convert it where you trust it: load it with torch, write it with safetensors.torch.save_file"
+        f"{path} is a pickle: opening it could run any code in it, so nothing but plain tensors is taken from one, and "
+        f"{reason}. Use the model's .safetensors files, or convert it where you trust it: load it with torch, write it "
+        "with safetensors.torch.save_file"
     )

@@ -1,9 +1,10 @@
 """Reads GGUF files of Llama and Qwen models: geometry, weights as stored, tokenizer lists.
 
-Block-quantized tensors are taken apart, never dequantized: Q4_1 and Q4_0 become int4 with scale and minimum, Q8_0
-becomes int8, each group of 32 exactly what the file says. Llama's q and k rows, which GGUF stores in the order of
-interleaved rotary embeddings, are put back into Hugging Face's order by moving whole rows. The `gguf` package parses
-the file; since that takes seconds, `conversion.py` keeps the result.
+Block-quantized tensors are taken apart, never dequantized: Q4_1 becomes int4 with scale and minimum, Q4_0 int4 with a
+scale, Q8_0 int8, each group of 32 exactly what the file says; Q4_K, Q5_K and Q6_K stay blocks (`gguf_tensor.py`).
+Llama's q and k rows, which GGUF stores in the order of interleaved rotary embeddings, are put back into Hugging Face's
+order by moving whole rows. The `gguf` package parses the file; since that takes seconds, `conversion.py` keeps the
+result.
 """
 
 from __future__ import annotations
@@ -103,11 +104,11 @@ class GgufFile:
         return found
 
     def stored_format(self) -> str:
-        """The format that most of the layers' weights have."""
+        """The format that most of the layers' weights have, or that holds them well."""
         counts: dict[str, int] = {}
         for name, t in self.weights.items():
             if name.endswith("_proj.weight"):
-                counts[t.format] = counts.get(t.format, 0) + math.prod(t.shape)
+                counts[t.kept_as] = counts.get(t.kept_as, 0) + math.prod(t.shape)
         return max(counts, key=lambda f: counts[f])
 
     def _number(self, key: str, *default: Any) -> Any:

@@ -8,6 +8,7 @@ Field names and defaults are those of transformers' Llama, Qwen2, Qwen3 and Qwen
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,9 @@ _ONLY: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("partial_rotary_factor", (1.0, None)),
     ("decoder_sparse_step", (1, None)),
     ("mlp_only_layers", ([], None)),
-    ("quantization_config", (None,)),
     ("use_sliding_window", (False, None)),
 )
+FLOAT64_MAX = sys.float_info.max
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -65,8 +66,9 @@ def model_config(path: Path, raw: dict[str, Any], eos_token_ids: tuple[int, ...]
     for key, allowed in _ONLY:
         if raw.get(key, allowed[0]) not in allowed:
             raise CheckpointError(f"{path}: {key}={raw[key]!r} is not supported; it must be {allowed[0]!r} or absent")
-    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
-        raise CheckpointError(f"{path}: layer_types has {sorted(set(raw['layer_types']))}; only full_attention works")
+    layer_types = raw.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise CheckpointError(f"{path}: layer_types={str(layer_types)[:100]}; only a list of full_attention works")
     if raw.get("attention_bias") and architecture != "qwen2":
         raise CheckpointError(f"{path}: attention_bias=True is only supported for Qwen2; use a model without it")
     hidden, heads = _whole(path, raw, "hidden_size"), _whole(path, raw, "num_attention_heads")
@@ -103,7 +105,7 @@ def model_config(path: Path, raw: dict[str, Any], eos_token_ids: tuple[int, ...]
 def _architecture(path: Path, raw: dict[str, Any]) -> str:
     named = raw.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
             f"{path}: architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}. "
             "Use a model of one of these families, for example the default 'smollm2-135m'"
@@ -123,7 +125,7 @@ def _rope(path: Path, raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None
     kind = rule.get("rope_type") or rule.get("type") or "default"
     if kind == "default":
         return theta, None
-    if kind not in ROPE_RULES:
+    if not isinstance(kind, str) or kind not in ROPE_RULES:
         raise CheckpointError(f"{path}: rope scaling {kind!r} is not supported; supported are {', '.join(ROPE_RULES)}")
     return theta, {"rope_type": kind} | {key: _number(path, rule, key) for key in ROPE_RULES[kind]}
 
@@ -143,7 +145,7 @@ def _whole(path: Path, raw: dict[str, Any], key: str, default: int | None = None
 def _number(path: Path, raw: dict[str, Any], key: str, default: float | None = None) -> float:
     value = raw.get(key)
     value = default if value is None else value
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= FLOAT64_MAX:
         raise CheckpointError(f"{path}: {key}={value!r} must be a number above 0; fetch config.json again")
     return float(value)
 

@@ -1,7 +1,8 @@
 """Turns a model's name or path into an open checkpoint.
 
-Known names, GGUF files and Hugging Face folders; anything else gets an error that says what was there and what would
-work. Pickled weights are refused: reading them can run code.
+Known names, GGUF files, Hugging Face folders and converted ones (`strata convert`); anything else gets an error that
+says what was there and what would work. Of pickles only the plain tensors of a folder's `pytorch_model.bin` are read:
+reading more can run code.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
 
 
 def open_checkpoint(model: str, *, cache_dir: Path | None = None) -> Checkpoint:
-    """Open a known name ("smollm2-135m"), a .gguf file or a Hugging Face folder.
+    """Open a known name ("smollm2-135m"), a .gguf file, a Hugging Face folder or a converted one.
 
     `cache_dir` is where converted GGUF files are kept (the user's cache folder when None). Raises `CheckpointError`.
     """
@@ -26,14 +27,31 @@ def open_checkpoint(model: str, *, cache_dir: Path | None = None) -> Checkpoint:
         if model.lower() in hub.KNOWN_MODELS and not path.exists():
             return _open_known(model.lower(), cache_dir)
         if path.is_dir():
-            from strata_lab.models.safetensors_folder import HfFolderCheckpoint
-
-            return HfFolderCheckpoint(path)
+            return _open_folder(path)
         if path.is_file():
             return _open_file(path, cache_dir)
         raise CheckpointError(_not_found(model, path))
     except OSError as error:
         raise CheckpointError(f"{model} cannot be read: {error}; check the file and your rights to it") from error
+
+
+def checkpoint_files(model: str) -> list[Path]:
+    """The files that hold a model's numbers, for hashes; none for what is no file."""
+    path = hub.find_model(model) or Path(model).expanduser()
+    if path.is_dir():
+        kinds = ("*.safetensors", "pytorch_model*.bin", "*.json")
+        return sorted(file for kind in kinds for file in path.glob(kind))
+    return [path] if path.is_file() else []
+
+
+def _open_folder(path: Path) -> Checkpoint:
+    if (path / "manifest.json").is_file():
+        from strata_lab.models.strata_folder import StrataCheckpoint
+
+        return StrataCheckpoint(path)
+    from strata_lab.models.hf_folder import HfFolderCheckpoint
+
+    return HfFolderCheckpoint(path)
 
 
 def _open_known(name: str, cache_dir: Path | None) -> Checkpoint:

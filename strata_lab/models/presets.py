@@ -107,6 +107,10 @@ class PresetCheckpoint:
         shape = self._shapes[name]
         return uniform(shape, self.seed * 1_000_003 + zlib.crc32(name.encode()), INIT_STD, self.device)
 
+    def notes(self) -> list[str]:
+        """Nothing is stored, so nothing is read otherwise."""
+        return []
+
     def tokenizer(self) -> None:
         """A preset has no tokenizer: prompts are token ids."""
         return None

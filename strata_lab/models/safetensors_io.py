@@ -22,7 +22,12 @@ from torch import Tensor
 from strata_lab.models.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
+DTYPES = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64,
+}  # fmt: skip
+_FLOATS = ("F32", "F16", "BF16")
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 _FETCH_AGAIN = "fetch the file again"
 
 
@@ -49,7 +54,10 @@ class SafetensorsFile:
         """A tensor whose memory is the mapped file."""
         if self._file is None:
             raise CheckpointError(f"{self.path} is closed; open the checkpoint again to read {name!r}")
-        return self._file.get_tensor(name)
+        try:
+            return self._file.get_tensor(name)
+        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{self.path}: tensor {name!r} cannot be read: {error}; {_FETCH_AGAIN}") from error
 
     def close(self) -> None:
         """Let go of the file; tensors handed out keep their mapping."""
@@ -71,10 +79,10 @@ def _read_header(path: Path) -> dict[str, dict[str, Any]]:
             )
         raw = file.read(length)
     try:
-        header = json.loads(raw)
+        header = json.loads(raw, object_pairs_hook=_unique)
         header.pop("__metadata__", None)
         end = max((_checked_end(name, entry) for name, entry in header.items()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path}: the header is damaged ({error}); {_FETCH_AGAIN}") from error
     if size != 8 + length + end:
         raise CheckpointError(
@@ -82,6 +90,14 @@ def _read_header(path: Path) -> dict[str, dict[str, Any]]:
             f"found {size}; {_FETCH_AGAIN}"
         )
     return header
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; `ValueError` for a key that comes twice, of which readers would take this one or that."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"a name comes twice among {sorted(found)[:3]}...")
+    return found
 
 
 def _checked_end(name: str, entry: dict[str, Any]) -> int:
@@ -134,4 +150,4 @@ def write_safetensors(path: Path, parts: Sequence[TensorPart]) -> None:
 
 def float_dtype(name: str) -> torch.dtype | None:
     """The torch dtype of a float dtype this engine reads, else None."""
-    return {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(name)
+    return DTYPES[name] if name in _FLOATS else None

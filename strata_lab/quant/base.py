@@ -23,13 +23,17 @@ class LinearWeight:
     Attributes:
         format: "fp32", "bf16", "fp8", "int8" or "int4".
         shape: (N, K), without padding.
-        data: the numbers. Layout "rows": fp32/bf16/fp8/int8 [N, K]; int4 uint8 [N, K/2], where byte j of each block
-            of 32 columns holds column j in its low and column j + 16 in its high nibble (GGUF's order).
+        data: the numbers. Layout "rows": fp32/bf16/fp8/int8 [N, K]; int4 uint8 [N, ceil(K/32) * 16], where byte j of
+            each block of 32 columns holds column j in its low and column j + 16 in its high nibble (GGUF's order),
+            whatever the group_size; K is padded to a multiple of 32.
             Layout "panels": as `kernels/cpu/packing.py` says; dim 0 counts panels of `PANEL_ROWS` rows.
-        scales: None, or one scale per row and group: [N, K/group_size] (panels: [N/8, K/group_size, 8]); with
-            group_size 0 one per row: [N, 1].
-        mins: None, or the value of code 0 per group, same shape as scales: w = scale * code + min.
-        group_size: columns that share a scale; 0 is the whole row.
+        scales: None, or one scale per row and group: [N, ceil(K/group_size)] (panels: [N/8, ceil(K/group_size), 8]);
+            with group_size 0 one per row: [N, 1]. float16 for int4 and for int8 in groups, float32 for fp8 and for
+            int8 by rows. They may be negative.
+        mins: the value of code 0 per group, same shape and dtype as scales: w = scale * code + min; or None, which
+            means w = scale * code, and for int4 w = scale * (code - 8). Only int4 has them.
+        group_size: columns that share a scale; 0 is the whole row. int8: 32 or 0; int4: 32, 64 or 128; fp8: 0, or 128
+            for blocks of 128 x 128, whose scale is repeated for their rows.
         layout: "rows" or "panels".
     """
 
@@ -70,29 +74,47 @@ class LinearWeight:
 
 
 def concat_rows(weights: Sequence[LinearWeight]) -> LinearWeight:
-    """Stack weights of the same format, width and layout "rows" along N (for example q, k and v)."""
+    """Stack weights of the same format, variant, width and layout "rows" along N (for example q, k and v).
+
+    Weights that lie one behind the other in one piece of memory are not copied.
+    """
     first = weights[0]
-    same = all(
-        (w.format, w.shape[1], w.group_size, w.layout) == (first.format, first.shape[1], first.group_size, "rows")
-        for w in weights
-    )
-    assert same, [(w.format, w.shape, w.group_size, w.layout) for w in weights]
+    kinds = [(w.format, w.shape[1], w.group_size, w.mins is None, w.layout) for w in weights]
+    assert set(kinds) == {(first.format, first.shape[1], first.group_size, first.mins is None, "rows")}, kinds
     rows = sum(w.shape[0] for w in weights)
     scales = [w.scales for w in weights if w.scales is not None]
     mins = [w.mins for w in weights if w.mins is not None]
     return replace(
         first,
         shape=(rows, first.shape[1]),
-        data=torch.cat([w.data for w in weights]),
-        scales=torch.cat(scales) if scales else None,
-        mins=torch.cat(mins) if mins else None,
+        data=_stacked([w.data for w in weights]),
+        scales=_stacked(scales) if scales else None,
+        mins=_stacked(mins) if mins else None,
     )
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of all parts; a view where they are consecutive rows of one tensor."""
+    storage, expected = parts[0].untyped_storage().data_ptr(), parts[0].data_ptr()
+    for part in parts:
+        if (
+            not part.is_contiguous()
+            or part.data_ptr() != expected
+            or part.untyped_storage().data_ptr() != storage
+            or part.device.type == "meta"
+        ):
+            return torch.cat(list(parts))
+        expected += part.numel() * part.element_size()
+    return parts[0].as_strided((sum(p.shape[0] for p in parts), parts[0].shape[1]), (parts[0].shape[1], 1))
 
 
 class QuantFormat(Protocol):
     """One number format: how to make a `LinearWeight` of a matrix and how to get the matrix back."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What `LinearWeight.format` says."""
+        ...
 
     def quantize(self, w: Tensor) -> LinearWeight:
         """[N, K] float -> layout "rows"."""

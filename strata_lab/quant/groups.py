@@ -9,11 +9,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from strata_lab.quant.base import LinearWeight
 
-GROUP_SIZE = 32  # columns that share a scale in int8 and int4: GGUF's block, and it divides 576 and 1536
+GROUP_SIZE = 32  # columns that share a scale in int8 and int4 by default: GGUF's block, and it divides 576 and 1536
 FLOAT16_MAX = torch.finfo(torch.float16).max
 CHUNK_ELEMENTS = 1 << 17  # 512 KB of float32: the temporaries of a chunk stay in the second-level cache
 CHUNK_ELEMENTS_GPU = 1 << 25  # 128 MB of float32: few launches, little beside the memory of a card
@@ -43,24 +42,50 @@ def check_readable(weight: LinearWeight, name: str) -> None:
     assert (weight.format, weight.layout) == (name, "rows"), (weight.format, weight.layout, name)
 
 
-def row_chunks(w: Tensor) -> Iterator[slice]:
-    """Slices that cover the rows of w [N, K], each small enough for the temporaries of its conversion."""
+def row_chunks(w: Tensor, multiple: int = 1) -> Iterator[slice]:
+    """Slices that cover the rows of w [N, K], each small enough for the temporaries of its conversion.
+
+    Every slice but the last has a multiple of `multiple` rows.
+    """
     rows, columns = w.shape
-    step = max(1, (CHUNK_ELEMENTS if w.device.type == "cpu" else CHUNK_ELEMENTS_GPU) // columns)
+    most = (CHUNK_ELEMENTS if w.device.type == "cpu" else CHUNK_ELEMENTS_GPU) // columns
+    step = max(1, most // multiple) * multiple
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
 
-def grouped(w: Tensor) -> Tensor:
-    """[n, K] any float -> [n, ceil(K/32), 32] float32; a ragged last group repeats its last column.
+def grouped(w: Tensor, size: int = GROUP_SIZE) -> Tensor:
+    """[n, K] any float -> [n, ceil(K/size), size] float32; a ragged last group repeats its last column.
 
-    Repeating a member changes neither the maximum, the minimum nor the largest magnitude of the group.
+    Repeating a member changes neither the maximum, the minimum nor the largest magnitude of the group. Size 0 is the
+    whole row: [n, 1, K].
     """
     w = w.float()
-    missing = -w.shape[1] % GROUP_SIZE
+    size = size or w.shape[1]
+    missing = -w.shape[1] % size
     if missing:
-        w = functional.pad(w.unsqueeze(0), (0, missing), mode="replicate").squeeze(0)
-    return w.reshape(w.shape[0], -1, GROUP_SIZE)
+        w = torch.cat([w, w[:, -1:].expand(-1, missing)], dim=1)
+    return w.reshape(w.shape[0], -1, size)
+
+
+def group_views(x: Tensor, size: int) -> Iterator[tuple[Tensor, slice]]:
+    """Views of x [n, K] as [n, groups, columns] with the groups each holds: the full ones, then a ragged last one.
+
+    Size 0 is the whole row.
+    """
+    size = size or x.shape[1]
+    full = x.shape[1] // size
+    if full:
+        yield x[:, : full * size].unflatten(1, (full, size)), slice(0, full)
+    if full * size < x.shape[1]:
+        yield x[:, full * size :].unsqueeze(1), slice(full, full + 1)
+
+
+def multiply_groups(codes: Tensor, scales: Tensor, size: int) -> Tensor:
+    """Multiply float32 codes [n, K], in place, by the float32 scale [n, ceil(K/size)] of their group; returns codes."""
+    for view, groups in group_views(codes, size):
+        view.mul_(scales[:, groups, None])
+    return codes
 
 
 def divided(x: Tensor, divisor: float) -> Tensor:

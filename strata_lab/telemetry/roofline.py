@@ -9,7 +9,8 @@ with `bandwidth` measured on this machine (`telemetry/bandwidth.py`), never take
 
     step_bytes = dense weights + experts touched + one embedding row per token + KV cache read
     bytes of an N x K weight:  fp32 4NK   bf16 2NK   fp8 NK + 4N   int8 NK + 2N*ceil(K/32)
-                               int4 N*ceil(K/32)*(16 + 2 + 2)      (codes, float16 scale and minimum per 32)
+                               int4 N*ceil(K/32)*(16 + 2 + 2)      (codes, float16 scale and minimum per 32;
+                               on a GPU N*(16*ceil(K/32) + 2*ceil(K/128)), a scale per 128)
     experts touched per layer: E * (1 - (1 - k/E)^T)    for T tokens routed independently to k of E experts;
                                exactly k for one token
     KV bytes per cached token: 2 * layers * Hkv * D * bytes(kv dtype)     (keys and values)
@@ -33,9 +34,14 @@ ROUTER_BYTES = 2  # routers are kept in bfloat16
 KV_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
 
 
-def linear_bytes(rows: int, columns: int, weight_format: str) -> int:
-    """Bytes of one [rows, columns] weight with its scales; `ConfigError` for an unknown format."""
+def linear_bytes(rows: int, columns: int, weight_format: str, granularity: str | None = None) -> int:
+    """Bytes of one [rows, columns] weight with its scales; `ConfigError` for an unknown format.
+
+    `granularity`: "group128" of int4, as an engine on a GPU makes it; None is the format's default.
+    """
     groups = -(-columns // GROUP)
+    if weight_format == "int4" and granularity == "group128":
+        return rows * (groups * GROUP // 2 + 2 * -(-columns // 128))
     sizes = {
         "fp32": 4 * rows * columns,
         "bf16": 2 * rows * columns,
@@ -95,20 +101,23 @@ class StepCost:
         return self.weight_bytes(num_tokens) + context_tokens * self.kv_token_bytes
 
 
-def forecast(config: ModelConfig, weight_format: str, kv_cache_dtype: str) -> StepCost:
-    """`StepCost` from geometry alone, before anything is loaded."""
+def forecast(
+    config: ModelConfig, weight_format: str, kv_cache_dtype: str, granularity: str | None = None
+) -> StepCost:  # fmt: skip
+    """`StepCost` from geometry alone, before anything is loaded; `granularity` as in `linear_bytes`."""
     c = config
     q_rows, kv_rows = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    layer = linear_bytes(q_rows + 2 * kv_rows, c.hidden_size, weight_format)
-    layer += linear_bytes(c.hidden_size, q_rows, weight_format)
+    stored = weight_format, granularity
+    layer = linear_bytes(q_rows + 2 * kv_rows, c.hidden_size, *stored)
+    layer += linear_bytes(c.hidden_size, q_rows, *stored)
     layer += NORM_BYTES * (2 * c.hidden_size + (2 * c.head_dim if c.qk_norm else 0))
     layer += NORM_BYTES * (q_rows + 2 * kv_rows) if c.attention_bias else 0
     expert = 0
     if c.num_experts:
         layer += ROUTER_BYTES * c.num_experts * c.hidden_size
-        expert = _mlp_bytes(c.hidden_size, c.moe_intermediate_size, weight_format)
+        expert = _mlp_bytes(c.hidden_size, c.moe_intermediate_size, *stored)
     else:
-        layer += _mlp_bytes(c.hidden_size, c.intermediate_size, weight_format)
+        layer += _mlp_bytes(c.hidden_size, c.intermediate_size, *stored)
     head = linear_bytes(c.vocab_size, c.hidden_size, head_format(weight_format))
     dense = c.num_layers * layer + head + NORM_BYTES * c.hidden_size
     embedding = 0 if c.tie_word_embeddings else head
@@ -124,8 +133,9 @@ def forecast(config: ModelConfig, weight_format: str, kv_cache_dtype: str) -> St
     )
 
 
-def _mlp_bytes(hidden: int, intermediate: int, weight_format: str) -> int:
-    return linear_bytes(2 * intermediate, hidden, weight_format) + linear_bytes(hidden, intermediate, weight_format)
+def _mlp_bytes(hidden: int, intermediate: int, weight_format: str, granularity: str | None) -> int:
+    wide = linear_bytes(2 * intermediate, hidden, weight_format, granularity)
+    return wide + linear_bytes(hidden, intermediate, weight_format, granularity)
 
 
 def mbu(step_bytes: float, step_s: float, bandwidth_bytes_s: float) -> float:

@@ -1,4 +1,4 @@
-"""A warp that executes the few PTX instructions of `mma_asm.py`, as the PTX ISA defines them: 32 lanes of words."""
+"""A warp that executes the few PTX instructions of the kernels' asm, as the PTX ISA defines them: 32 lanes of words."""
 
 from __future__ import annotations
 
@@ -36,16 +36,27 @@ def execute(text: str, operands: dict[int, Tensor]) -> dict[int, Tensor]:
         if name.startswith("mma"):
             _mma(rest, registers, half=".f16.f16." in name)
             continue
+        if rest.startswith("{"):  # both halves of a word
+            low, high, word = re.fullmatch(r"{(\w+), (\w+)}, (\S+)", rest).groups()  # type: ignore[union-attr]
+            registers[low], registers[high] = registers[word] & 0xFFFF, registers[word] >> 16
+            continue
         target, *arguments = (part.strip() for part in rest.split(","))
         registers[target] = _value(name, [_operand(a, registers) for a in arguments])
     return {int(k[1:]): v for k, v in registers.items() if k.startswith("$")}
 
 
 def _operand(text: str, registers: dict[str, Tensor]) -> Tensor:
+    text = "0" if text == "0f00000000" else text
     return registers[text] if text in registers else torch.full((LANES,), int(text, 0), dtype=torch.int64)
 
 
 def _value(name: str, a: list[Tensor]) -> Tensor:
+    if name == "mov.f32":
+        return a[0].double()
+    if name == "cvt.f32.f16":
+        return halves(a[0], True)[:, 0]
+    if name == "add.f32":
+        return (a[0].float() + a[1].float()).double()
     if name.startswith("mov"):
         return a[0].clone()
     if name == "and.b32":

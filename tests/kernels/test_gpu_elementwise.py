@@ -16,6 +16,8 @@ from strata_lab.kernels.rms_norm import rms_norm_ref
 from strata_lab.kernels.rope import rope_ref, rotation
 from strata_lab.kernels.spec import Case, KernelSpec
 from strata_lab.quant import FORMATS, get_format
+from tests.kernels import weight_variants
+from tests.kernels.weight_variants import VARIANTS
 
 OPERATORS = ("rms_norm", "rope", "silu_mul", "add", "take_rows", "embedding", "kv_append", "qkv_rope_append")
 SPEC_OF = {spec.name: spec for spec in SPECS() if spec.name in OPERATORS}
@@ -78,6 +80,16 @@ def test_embedding_is_exact_in_every_format(fmt: str, shape: tuple[int, int], de
     ids = torch.tensor([shape[0] - 1, 0, 3, 3], device=device)
     got = elementwise.embedding_triton(ids, weight)
     assert torch.equal(got, SPEC_OF["embedding"].ref(ids, weight))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("shape", [(20, 200), (8, 600), (5, 33)])
+def test_embedding_is_exact_with_groups_of_every_size(name: str, shape: tuple[int, int], device: torch.device) -> None:
+    """Products with integer codes are exact, so nothing rounds twice."""
+    ids = torch.tensor([shape[0] - 1, 0, 3, 3], device=device)
+    weight = weight_variants.make(name, *shape, device)
+    got = elementwise.embedding_triton(ids, weight)
+    assert torch.equal(got, weight_variants.exact(weight)[ids].float())
 
 
 def test_take_rows_copies_bits_of_any_dtype(device: torch.device) -> None:

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata_lab.kernels.gpu import gemm, gemv, gemv_mma, launch
+from strata_lab.kernels.gpu import gemm, gemv, gemv_int, gemv_mma_config, launch
 from strata_lab.kernels.gpu.linear import linear_triton, lm_head_triton
 from strata_lab.kernels.linear import linear_ref
 from strata_lab.quant import get_format
 from strata_lab.quant.base import LinearWeight
+from tests.kernels.weight_variants import VARIANTS, exact, make
 
 FORMATS = ("bf16", "fp8", "int8", "int4")
 ALL = ("bias", "norm", "residual", "gate")
@@ -29,7 +30,13 @@ NARROW = 1e-3  # the same with one 16-bit row of x (`gemv_math.py`)
 
 
 def _exact(weight: LinearWeight) -> LinearWeight:
-    return LinearWeight("fp32", weight.shape, get_format(weight.format).dequantize(weight))
+    return LinearWeight("fp32", weight.shape, exact(weight))
+
+
+def _quantized(name: str, n: int, k: int, device: torch.device) -> LinearWeight:
+    if name in VARIANTS:
+        return make(name, n, k, device)
+    return get_format(name).quantize(torch.randn(n, k, device=device) / k**0.5)
 
 
 def _inputs(name: str, t: int, n: int, k: int, parts: tuple[str, ...], device: torch.device, dtype: torch.dtype) -> Any:
@@ -37,7 +44,7 @@ def _inputs(name: str, t: int, n: int, k: int, parts: tuple[str, ...], device: t
     rows = 2 * n if "gate" in parts else n
     inputs: dict[str, Any] = {
         "x": torch.randn(t, k, device=device).to(dtype),
-        "weight": get_format(name).quantize(torch.randn(rows, k, device=device) / k**0.5),
+        "weight": _quantized(name, rows, k, device),
         "silu_mul": "gate" in parts,
     }
     if "bias" in parts:
@@ -95,7 +102,7 @@ def _operands(inputs: dict[str, Any]) -> int:
     """How many factors of a term the default path rounds to the dtype of x."""
     x, weight = inputs["x"], inputs["weight"]
     normalized = inputs.get("norm_weight") is not None
-    if x.shape[0] > 1 and gemv_mma.supports(x, weight, inputs.get("norm_weight")):
+    if x.shape[0] > 1 and gemv_mma_config.supports(x, weight, inputs.get("norm_weight")):
         return int(normalized)
     if x.shape[0] <= gemv.MAX_ROWS:
         return 0
@@ -143,6 +150,54 @@ def test_product_rounds_once_or_twice_in_half_precision(
     result = linear_triton(**inputs)
     assert result.dtype == dtype
     _assert_rounded(result, inputs, _operands(inputs))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    ("t", "n", "k", "parts"),
+    [(1, 20, 200, ALL), (3, 33, 72, ("norm",)), (7, 20, 300, ("bias", "gate")), (18, 33, 200, ALL), (130, 20, 150, ())],
+)
+def test_groups_may_be_ragged_in_every_kernel_in_float32(
+    name: str, t: int, n: int, k: int, parts: tuple[str, ...], device: torch.device
+) -> None:
+    inputs = _inputs(name, t, n, k, parts, device, torch.float32)
+    _assert_close(linear_triton(**inputs), _expected(inputs), EXACT)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    ("dtype", "t", "k", "parts"),
+    [
+        (torch.bfloat16, 1, 200, ALL),
+        (torch.bfloat16, 3, 160, ()),
+        (torch.float16, 4, 168, ("residual",)),
+        (torch.bfloat16, 7, 160, ALL),
+        (torch.float16, 20, 200, ("norm", "gate")),
+    ],
+)
+def test_groups_may_be_ragged_in_every_kernel_in_half_precision(
+    name: str, dtype: torch.dtype, t: int, k: int, parts: tuple[str, ...], device: torch.device
+) -> None:
+    inputs = _inputs(name, t, 20, k, parts, device, dtype)
+    _assert_rounded(linear_triton(**inputs), inputs, _operands(inputs))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("share", [False, True])
+def test_groups_in_a_gemv_of_either_kind(name: str, share: bool, device: torch.device) -> None:
+    """Shared 16-bit x is multiplied in integers, by integer codes; rows that start off 16 bytes are not."""
+    for k in (272, 290):
+        inputs = _inputs(name, 2, 9, k, ("norm",), device, torch.bfloat16)
+        out = torch.full((2, 9), torch.nan, device=device)
+        config = gemv.GemvConfig(8, 256, 2, 1, share=share)
+        gemv.gemv(inputs["x"], inputs["weight"], None, inputs["norm_weight"], EPS, None, False, out, config)
+        _assert_close(out, _expected(inputs), NARROW if share else EXACT)
+
+
+@pytest.mark.parametrize("name", ["int4g128", "int4g64-min", "fp8g128"])
+def test_steps_of_a_product_may_be_shorter_than_a_group(name: str, device: torch.device) -> None:
+    inputs = _inputs(name, 18, 20, 200, ALL, device, torch.float32)
+    _assert_close(linear_triton(**inputs, config=gemm.DotConfig(16, 32, 32, 2, 4, 2)), _expected(inputs), EXACT)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -222,7 +277,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(name: str, rows: int, device: tor
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *VARIANTS])
 @pytest.mark.parametrize(
     ("t", "n", "k"), [(1, 5120, 2560), (4, 2560, 9728), (8, 2560, 4096), (100, 960, 576), (300, 960, 576)]
 )
@@ -264,7 +319,17 @@ def test_kernels_compile_for_a_card_that_is_not_there_without_spills_and_with_wo
     command = [sys.executable, "-c", _COMPILE]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
     reports, runs = json.loads(run.stdout)
-    assert {case for case, *_ in reports} == {"gemv_kernel", "dot_kernel"}
+    assert {case for case, *_ in reports} == {"gemv_kernel", "gemv_int_kernel", "codes_kernel", "dot_kernel"}
     assert all(spilled == 0 and fits for _, spilled, fits in reports), reports
     assert runs
     assert all(columns % 4 == 0 for columns in runs), runs
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int4g64", "int4g128", "int4g128-min"])
+@pytest.mark.parametrize("config", [gemv_int.IntConfig(4, 256, 2, 1), gemv_int.IntConfig(1, 512, 4, 3)])
+def test_every_cut_of_an_integer_gemv_gives_the_product(
+    name: str, config: gemv_int.IntConfig, device: torch.device
+) -> None:
+    for parts, k in ((("norm", "gate"), 288), (("bias", "residual"), 672)):
+        inputs = _inputs(name, 1, 22, k, parts, device, torch.float16)
+        _assert_rounded(linear_triton(**inputs, config=config), inputs, 0)

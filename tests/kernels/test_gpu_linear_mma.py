@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from strata_lab.bench.linear_candidates import exact_weight, random_weight
-from strata_lab.kernels.gpu import gemv, gemv_mma, mma_asm
+from strata_lab.kernels.gpu import gemv, gemv_mma, gemv_mma_config, mma_asm
 from strata_lab.kernels.gpu.linear import Config, linear_triton, lm_head_triton
 from strata_lab.kernels.linear import linear_ref
 from tests.kernels import ptx_warp
 from tests.kernels.ptx_warp import LANES, G, Q, execute, halves, words_of
 from tests.kernels.test_gpu_linear import EXACT, FORMATS, NARROW, ROUNDING, SIGMAS, _assert_rounded, _inputs, _operands
+from tests.kernels.weight_variants import VARIANTS
 
 ALL = ("bias", "norm", "residual", "gate")
 ZERO_FLOATS = torch.zeros(LANES, dtype=torch.float64)
@@ -124,11 +125,11 @@ def test_the_hand_made_warp_rounds_and_permutes_as_the_isa_says() -> None:
 @pytest.mark.parametrize(
     ("t", "n", "k", "parts", "config"),
     [
-        (1, 20, 96, ("norm", "bias"), gemv_mma.MmaConfig(1, 1, 1)),
-        (3, 21, 160, ALL, gemv_mma.MmaConfig(2, 2, 1, ahead=1)),
-        (9, 17, 192, ("residual",), gemv_mma.MmaConfig(4, 2, 2)),
-        (11, 13, 320, ("norm", "gate"), gemv_mma.MmaConfig(4, 2, 2, block=8)),
-        (16, 9, 288, ("norm",), gemv_mma.MmaConfig(2, 2, 8, ahead=4)),
+        (1, 20, 96, ("norm", "bias"), gemv_mma_config.MmaConfig(1, 1, 1)),
+        (3, 21, 160, ALL, gemv_mma_config.MmaConfig(2, 2, 1, ahead=1)),
+        (9, 17, 192, ("residual",), gemv_mma_config.MmaConfig(4, 2, 2)),
+        (11, 13, 320, ("norm", "gate"), gemv_mma_config.MmaConfig(4, 2, 2, block=8)),
+        (16, 9, 288, ("norm",), gemv_mma_config.MmaConfig(2, 2, 8, ahead=4)),
     ],
 )
 def test_every_cut_gives_the_product(
@@ -137,7 +138,7 @@ def test_every_cut_gives_the_product(
     """Rounded is only x times the norm's weight: without a norm the result is that of float32."""
     inputs = _inputs(name, t, n, k, parts, device, dtype)
     if name == "bf16" and dtype == torch.float16:
-        assert not gemv_mma.supports(inputs["x"], inputs["weight"], inputs.get("norm_weight"))
+        assert not gemv_mma_config.supports(inputs["x"], inputs["weight"], inputs.get("norm_weight"))
         return
     out = torch.full((t, n), torch.nan, device=device)
     arguments = [inputs.get(key) for key in ("x", "weight", "bias", "norm_weight")]
@@ -152,11 +153,32 @@ def test_every_cut_gives_the_product(
         assert bool((error <= EXACT).all()), error
 
 
+@pytest.mark.parametrize("name", ["int4g32", "int4g64", "int4g128", "int4g64-min", "int4g128-min", "int8row"])
+@pytest.mark.parametrize(
+    ("t", "n", "k", "parts", "config"),
+    [
+        (2, 20, 96, ("norm", "bias"), gemv_mma_config.MmaConfig(2, 1, 1)),
+        (9, 17, 160, ("residual", "gate"), gemv_mma_config.MmaConfig(4, 2, 2, block=8)),
+    ],
+)
+def test_groups_of_every_size_give_the_product(
+    name: str, t: int, n: int, k: int, parts: tuple[str, ...], config: Any, device: torch.device
+) -> None:
+    inputs = _inputs(name, t, n, k, parts, device, torch.bfloat16)
+    assert gemv_mma_config.supports(inputs["x"], inputs["weight"], inputs.get("norm_weight"))
+    _assert_rounded(linear_triton(**inputs, config=config), inputs, operands=int("norm" in parts))
+
+
+def test_fp8_in_groups_is_left_to_others(device: torch.device) -> None:
+    inputs = _inputs("fp8g128", 2, 8, 128, (), device, torch.bfloat16)
+    assert not gemv_mma_config.supports(inputs["x"], inputs["weight"], None)
+
+
 EPS = 1e-5
 GROUP_128: list[tuple[int, torch.dtype, Config | None]] = [
     (1, torch.bfloat16, None),
     (1, torch.bfloat16, gemv.GemvConfig(8, 256, 2, 2)),
-    (1, torch.bfloat16, gemv_mma.MmaConfig(2, 2, 2)),
+    (1, torch.bfloat16, gemv_mma_config.MmaConfig(2, 2, 2)),
     (2, torch.float32, None),
     (12, torch.bfloat16, None),
     (20, torch.bfloat16, None),
@@ -182,14 +204,14 @@ def test_int4_without_minima_has_codes_about_eight(
 def test_what_is_not_aligned_takes_another_path(device: torch.device) -> None:
     """Loads of 16 bytes are what the asm relies on."""
     inputs = _inputs("fp8", 2, 8, 64, (), device, torch.bfloat16)
-    assert gemv_mma.supports(inputs["x"], inputs["weight"], None)
+    assert gemv_mma_config.supports(inputs["x"], inputs["weight"], None)
     shifted = torch.empty(2 * 64 + 1, dtype=torch.bfloat16, device=device)[1:].view(2, 64)
-    assert not gemv_mma.supports(shifted.copy_(inputs["x"]), inputs["weight"], None)
+    assert not gemv_mma_config.supports(shifted.copy_(inputs["x"]), inputs["weight"], None)
     assert torch.isfinite(linear_triton(shifted, inputs["weight"])).all()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *VARIANTS])
 @pytest.mark.parametrize(
     ("n", "k", "parts"),
     [
@@ -225,7 +247,7 @@ def test_a_row_alone_equals_the_row_among_sixteen(name: str, device: torch.devic
     together = linear_triton(**inputs)
     for t in range(16):
         one = {k: v[t : t + 1] if k in ("x", "residual") else v for k, v in inputs.items()}
-        config = gemv_mma.default_config(inputs["weight"], 16)
+        config = gemv_mma_config.default_config(inputs["weight"], 16)
         assert torch.equal(linear_triton(**one, config=config)[0], together[t])
     assert torch.equal(linear_triton(**inputs), together)
 

@@ -15,10 +15,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from strata_lab.kernels.gpu import launch, moe, moe_step
+from strata_lab.kernels.gpu import launch, moe, moe_half_int4, moe_step
 from strata_lab.kernels.gpu.moe import moe_block_triton, moe_mlp_triton, router_topk_triton
 from strata_lab.quant import get_format
 from strata_lab.quant.base import LinearWeight
+from tests.kernels import ptx_warp
+from tests.kernels.weight_variants import VARIANTS, exact, make
 
 FORMATS = ("fp8", "bf16", "int8", "int4")
 EXPERTS, TOP_K, EPS = 8, 2, 1e-6
@@ -58,12 +60,17 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _weights(name: str, hidden: int, width: int, device: torch.device, experts: int = EXPERTS) -> dict[str, Any]:
-    fmt = get_format(name)
+
+    def quantized(n: int, k: int) -> LinearWeight:
+        if name in VARIANTS:
+            return make(name, n, k, device)
+        return get_format(name).quantize(torch.randn(n, k) / k**0.5).to(device)
+
     return {
         "norm_weight": (1 + 0.1 * torch.randn(hidden)).to(device),
         "router": (2 * torch.randn(experts, hidden) / hidden**0.5).to(device),
-        "gate_up": fmt.quantize(torch.randn(experts * 2 * width, hidden) / hidden**0.5).to(device),
-        "down": fmt.quantize(torch.randn(experts * hidden, width) / width**0.5).to(device),
+        "gate_up": quantized(experts * 2 * width, hidden),
+        "down": quantized(experts * hidden, width),
     }
 
 
@@ -77,8 +84,8 @@ def _exact_route(x: Tensor, router: Tensor, top_k: int, normalize: bool) -> tupl
 
 def _exact_experts(x: Tensor, gate_up: LinearWeight, down: LinearWeight, weights: Tensor, ids: Tensor) -> Tensor:
     hidden, width = x.shape[1], down.shape[1]
-    wide = get_format(gate_up.format).dequantize(gate_up).double().view(-1, 2 * width, hidden)
-    narrow = get_format(down.format).dequantize(down).double().view(-1, hidden, width)
+    wide = exact(gate_up).view(-1, 2 * width, hidden)
+    narrow = exact(down).view(-1, hidden, width)
     gate, up = torch.einsum("tknh,th->tkn", wide[ids], x.double()).chunk(2, dim=-1)
     y = torch.einsum("tkhw,tkw->tkh", narrow[ids], torch.nn.functional.silu(gate) * up)
     return (y * weights.double()[..., None]).sum(dim=1)
@@ -128,6 +135,41 @@ def test_the_tiles_that_a_card_runs(name: str, tokens: int, device: torch.device
     w = _weights(name, 20, 18, device)
     x = torch.randn(tokens, 20, device=device)
     _assert_close(_block(x, w, config=TUNED[name]), _exact_block(x, w))
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "hidden", "width"),
+    [
+        ("int4g128", 1, 300, 130),  # ragged groups of both products
+        ("int4g128", 2, 160, 40),
+        ("int4g128", 17, 300, 130),
+        ("int4g64", 1, 160, 40),
+        ("int4g64", 17, 100, 40),
+        ("int4g32", 2, 50, 40),
+        ("int4g128-min", 1, 150, 40),
+        ("int4g64-min", 2, 100, 70),
+        ("int4g128-min", 17, 150, 40),
+        ("int8row", 1, 50, 21),
+        ("int8row", 2, 50, 21),
+        ("int8row", 17, 50, 21),
+        ("fp8g128", 1, 150, 40),
+        ("fp8g128", 2, 300, 130),
+        ("fp8g128", 17, 150, 40),
+    ],
+)
+def test_groups_of_every_size_and_scales_of_rows(
+    name: str, tokens: int, hidden: int, width: int, device: torch.device
+) -> None:
+    w = _weights(name, hidden, width, device)
+    x = torch.randn(tokens, hidden, device=device)
+    _assert_close(_block(x, w), _exact_block(x, w))
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("int4g128", 1), ("fp8g128", 1), ("fp8g128", 2)])
+def test_groups_in_the_tiles_that_a_card_runs(name: str, tokens: int, device: torch.device) -> None:
+    w = _weights(name, 140, 18, device)
+    x = torch.randn(tokens, 140, device=device)
+    _assert_close(_block(x, w, config=TUNED[w["gate_up"].format]), _exact_block(x, w))
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 20])
@@ -248,11 +290,23 @@ def _clear_of_ties(tokens: int, hidden: int, device: torch.device) -> tuple[Tens
     return x.to(device, torch.float16), router.to(device, torch.float16)
 
 
-@pytest.mark.parametrize(("tokens", "hidden", "width"), [(1, 48, 40), (1, 50, 21), (3, 50, 21)])
+@pytest.mark.parametrize(
+    ("name", "tokens", "hidden", "width"),
+    [
+        ("fp8", 1, 48, 40),
+        ("fp8", 1, 50, 21),
+        ("fp8", 3, 50, 21),
+        ("fp8g128", 1, 150, 40),
+        ("fp8g128", 3, 150, 40),
+        ("int4g128", 1, 300, 132),
+        ("int4g128", 3, 160, 40),
+        ("int4g32", 1, 68, 44),
+    ],
+)
 def test_products_in_float16_round_no_more_than_that(
-    tokens: int, hidden: int, width: int, device: torch.device
+    name: str, tokens: int, hidden: int, width: int, device: torch.device
 ) -> None:
-    w = _weights("fp8", hidden, width, device)
+    w = _weights(name, hidden, width, device)
     x, w["router"] = _clear_of_ties(tokens, hidden, device)
     w["norm_weight"] = torch.ones(hidden, dtype=torch.float16, device=device)
     y = _block(x, w)
@@ -260,6 +314,20 @@ def test_products_in_float16_round_no_more_than_that(
     late = dataclasses.replace(moe.CONFIGS["fp8"], one_late=False)
     if tokens == 1:
         assert torch.equal(y, _block(x, w, config=late))
+
+
+def test_float16_products_of_codes_about_eight_are_those_of_the_columns() -> None:
+    """The asm, instruction by instruction, on a chunk of 32 columns per lane."""
+    raw = torch.randint(0, 256, (ptx_warp.LANES, 4, 4))
+    columns = torch.cat([raw & 15, raw >> 4], dim=1).flatten(1).double() - 8  # [lanes, 32]
+    x = torch.randn(ptx_warp.LANES, 32).half().double()
+    quads = x.unflatten(1, (8, 2, 2)).transpose(2, 3).reshape(ptx_warp.LANES, 16, 2)  # as they are stored
+    words = {16 + i: (raw[:, i] << torch.tensor([0, 8, 16, 24])).sum(dim=1) for i in range(4)}
+    words |= {20 + i: ptx_warp.words_of(quads[:, i], True) for i in range(16)}
+    run = ptx_warp.execute(moe_half_int4._sums(), words)
+    got = torch.stack([run[4 * i] for i in range(4)], dim=1)
+    expected = (columns * x).unflatten(1, (4, 8))
+    assert bool(((got - expected.sum(dim=2)).abs() <= 2**-9 * expected.abs().sum(dim=2)).all())
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
@@ -278,7 +346,7 @@ import json, re
 from strata_lab.kernels.gpu import aot, moe
 runs = []
 for name, call in moe.aot_cases():
-    if name in ("block-fp8-1", "block-fp8-8"):
+    if name in ("block-fp8-1", "block-fp8-8", "block-int4g128-1", "block-int4g128-8"):
         launches = []
         with aot.caught(launches):
             call()
@@ -286,7 +354,7 @@ for name, call in moe.aot_cases():
             text = aot.compiled(launch, 90).asm["ttgir"]
             layouts = dict(re.findall(r"(#\\w+) = #ttg.blocked<.sizePerThread = \\[([0-9, ]+)\\]", text))
             for line in text.splitlines():
-                if "e4m3x2" in line:
+                if "e4m3x2" in line or "0x2c002c00" in line:
                     (layout,) = set(re.findall(r"x16xf\\w+, (#\\w+)>", line))
                     runs.append([launch.kernel.__name__, layouts[layout]])
 print(json.dumps(runs))
@@ -320,7 +388,7 @@ def test_no_tokens_and_many_pairs_to_an_entry(tokens: int, device: torch.device)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *VARIANTS])
 @pytest.mark.parametrize("tokens", [1, 2, 8, 16, 64, 512])
 def test_the_reference_geometry_on_the_card(name: str, tokens: int, device: torch.device) -> None:
     hidden, width, experts, top_k = 2560, 1024, 16, 8
@@ -359,9 +427,8 @@ def _chunked_block(x: Tensor, w: dict[str, Any], top_k: int) -> Tensor:
     for e in range(w["router"].shape[0]):
         share = (weights * (ids == e)).sum(dim=-1, keepdim=True)
         wide, narrow = w["gate_up"].rows(e * 2 * width, (e + 1) * 2 * width), w["down"].rows(e * 2560, (e + 1) * 2560)
-        fmt = get_format(wide.format)
-        gate, up = (h @ fmt.dequantize(wide).double().t()).chunk(2, dim=-1)
-        out = out + share * ((torch.nn.functional.silu(gate) * up) @ fmt.dequantize(narrow).double().t())
+        gate, up = (h @ exact(wide).t()).chunk(2, dim=-1)
+        out = out + share * ((torch.nn.functional.silu(gate) * up) @ exact(narrow).t())
     return out
 
 

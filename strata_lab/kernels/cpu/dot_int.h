@@ -11,7 +11,7 @@ namespace strata {
 
 struct IntPanel {
   const uint8_t* data;     // int4: [groups, 4, 8, 4], int8 + 128: [groups, 8, 8, 4]
-  const uint16_t* scales;  // [groups, 8] half
+  const uint16_t* scales;  // [groups, 8] half; null: 1 everywhere
   const uint16_t* mins;    // [groups, 8] half, int4 only
 };
 
@@ -106,7 +106,7 @@ inline void prefetch_group(const IntPanel& panel, int64_t g) {
   const int64_t ahead = g + kIntAheadBytes / kBytes;
   for (int64_t line = 0; line < kBytes; line += 64) prefetch(panel.data, ahead * kBytes + line);
   if (g % (64 / kScaleBytes) == 0) {
-    prefetch(panel.scales, ahead * kScaleBytes);
+    if (panel.scales) prefetch(panel.scales, ahead * kScaleBytes);
     if constexpr (kInt4) prefetch(panel.mins, ahead * kScaleBytes);
   }
 }
@@ -129,7 +129,7 @@ void int_panel(const IntPanel& panel, const IntRows& rows, int64_t first, float*
     } else {
       int8_group<T>(panel.data + g * kInt8GroupBytes, x + g * kGroup, stride, x_excess + g, groups, sums);
     }
-    const __m256 scale = load_half8(panel.scales + g * kPanelRows);
+    const __m256 scale = panel.scales ? load_half8(panel.scales + g * kPanelRows) : _mm256_set1_ps(1.0f);
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
       const __m256 both = _mm256_mul_ps(scale, _mm256_broadcast_ss(x_scale + t * groups + g));

@@ -36,16 +36,19 @@ float element(const Weights& w, int64_t panel, int64_t lane, int64_t c) {
     case Format::kBf16:
       return bf16_to_float(reinterpret_cast<const uint16_t*>(data)[c / 2 * 2 * kPanelRows + lane * 2 + c % 2]);
     case Format::kFp8:
-      return fp8_to_float(data[c * kPanelRows + lane]) * static_cast<const float*>(w.scales)[panel * kPanelRows + lane];
+      return fp8_to_float(data[c * kPanelRows + lane]) *
+             (w.row_scales ? w.row_scales[panel * kPanelRows + lane]
+                           : w.block_scales[(panel * w.blocks() + c / kFp8Block) * kPanelRows + lane]);
     case Format::kInt8: {
       const int code = data[(c / 4 * kPanelRows + lane) * 4 + c % 4] - 128;
-      return static_cast<float>(code) * half_to_float(static_cast<const uint16_t*>(w.scales)[part]);
+      const float scale = w.row_scales ? w.row_scales[panel * kPanelRows + lane] : half_to_float(w.scales[part]);
+      return static_cast<float>(code) * scale;
     }
     case Format::kInt4: {
       const int64_t column = in_group % 16;  // the upper 16 columns of a group are in the high nibbles
       const uint8_t byte = data[c / kGroup * 128 + (column / 4 * kPanelRows + lane) * 4 + column % 4];
       const int code = in_group < 16 ? byte & 15 : byte >> 4;
-      const float scaled = static_cast<float>(code) * half_to_float(static_cast<const uint16_t*>(w.scales)[part]);
+      const float scaled = static_cast<float>(code) * half_to_float(w.scales[part]);
       return scaled + half_to_float(w.mins[part]);
     }
   }

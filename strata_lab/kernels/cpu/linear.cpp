@@ -40,7 +40,8 @@ struct Epilogue {
   int64_t n;  // columns of the output
   bool silu_mul;
   const float* bias;
-  const float* row_scale;  // per output row of w, fp8
+  const float* row_scale;  // per output row of w, times row_unit
+  float row_unit;
   const float* residual;
   float* out;
 };
@@ -97,6 +98,30 @@ void float_block(const Weights& w, const uint8_t* data, int64_t panels, const fl
   run(data, w.panel_bytes, panels, x, x_stride, count, steps, y, y_stride);
 }
 
+// As float_block for weights with a scale per row and 128 columns: each block's sums are scaled, then added up.
+void scaled_blocks(const Weights& w, int64_t panel, int64_t panels, const float* x, int64_t x_stride, int64_t count,
+                   bool large, float* y, int64_t y_stride) {
+  constexpr int64_t kWidth = kTaskPanels * kPanelRows, kSteps = kFp8Block / Fp8Columns::kColumns;
+  alignas(64) static thread_local float part[kTaskRows * kWidth];
+  const auto run = large ? float_large<Fp8Columns> : float_small<Fp8Columns>;
+  const int64_t steps = w.columns / Fp8Columns::kColumns;
+  for (int64_t t = 0; t < count; ++t) std::fill_n(y + t * y_stride, panels * kPanelRows, 0.0f);
+  for (int64_t b = 0; b < w.blocks(); ++b) {
+    const uint8_t* data = w.data + panel * w.panel_bytes + b * kSteps * Fp8Columns::kStepBytes;
+    run(data, w.panel_bytes, panels, x + b * kFp8Block, x_stride, count, std::min(kSteps, steps - b * kSteps), part,
+        kWidth);
+    for (int64_t p = 0; p < panels; ++p) {
+      const float* scales = w.block_scales + ((panel + p) * w.blocks() + b) * kPanelRows;
+      const __m256 scale = _mm256_mul_ps(_mm256_loadu_ps(scales), _mm256_set1_ps(kFp8Bias));
+      for (int64_t t = 0; t < count; ++t) {
+        float* sum = y + t * y_stride + p * kPanelRows;
+        const __m256 more = _mm256_load_ps(part + t * kWidth + p * kPanelRows);
+        _mm256_storeu_ps(sum, _mm256_fmadd_ps(scale, more, _mm256_loadu_ps(sum)));
+      }
+    }
+  }
+}
+
 // y [count, y_stride] = rows first.. of x times `panels` panels from `panel` on, nothing applied yet.
 void block(const Weights& w, int64_t panel, int64_t panels, const Rows& x, int64_t first, int64_t count, float* y,
            int64_t y_stride) {
@@ -104,6 +129,7 @@ void block(const Weights& w, int64_t panel, int64_t panels, const Rows& x, int64
   if (!w.is_int()) {
     const bool large = x.count >= kFloatTileFrom;
     const float* rows = x.values + first * x.stride;
+    if (w.block_scales) return scaled_blocks(w, panel, panels, rows, x.stride, count, large, y, y_stride);
     const auto run = w.format == Format::kFp32   ? float_block<Fp32Columns>
                      : w.format == Format::kBf16 ? float_block<Bf16Columns>
                                                  : float_block<Fp8Columns>;
@@ -111,7 +137,7 @@ void block(const Weights& w, int64_t panel, int64_t panels, const Rows& x, int64
   }
   for (int64_t p = 0; p < panels; ++p) {
     const int64_t part = (panel + p) * w.groups() * kPanelRows;
-    const IntPanel source{data + p * w.panel_bytes, static_cast<const uint16_t*>(w.scales) + part, w.mins + part};
+    const IntPanel source{data + p * w.panel_bytes, w.scales ? w.scales + part : nullptr, w.mins + part};
     const auto run = w.format == Format::kInt4 ? int_panel_rows<true> : int_panel_rows<false>;
     run(source, x.codes, first, count, y + p * kPanelRows, y_stride);
   }
@@ -120,7 +146,7 @@ void block(const Weights& w, int64_t panel, int64_t panels, const Rows& x, int64
 // Eight outputs of w's rows row.. for one row of x: scale and bias.
 inline __m256 finish(const Epilogue& e, const float* y, int64_t row, int64_t lanes) {
   __m256 v = _mm256_loadu_ps(y);
-  if (e.row_scale) v = _mm256_mul_ps(v, _mm256_mul_ps(_mm256_loadu_ps(e.row_scale + row), _mm256_set1_ps(kFp8Bias)));
+  if (e.row_scale) v = _mm256_mul_ps(v, _mm256_mul_ps(_mm256_loadu_ps(e.row_scale + row), _mm256_set1_ps(e.row_unit)));
   return e.bias ? _mm256_add_ps(v, load_lanes(e.bias + row, lanes)) : v;
 }
 
@@ -170,7 +196,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& data, const std::option
   const Epilogue epilogue{out_n,
                           silu_mul,
                           floats(bias, n, "bias"),
-                          w.format == Format::kFp8 ? static_cast<const float*>(w.scales) : nullptr,
+                          w.row_scales,
+                          w.format == Format::kFp8 ? kFp8Bias : 1.0f,
                           floats(residual, out.numel(), "residual"),
                           out.mutable_data_ptr<float>()};
   const float* norm = floats(norm_weight, x.size(1), "norm_weight");

@@ -2,7 +2,8 @@
 
 A 256-bit register loaded from a panel holds the next bytes of eight rows, so every product is added in the lane of its
 own row and no sum across lanes is ever needed. Packing only permutes bytes (and pads with zeros): unpacking gives back
-the same bits. It computes nothing, and copies nothing that is packed already.
+the same bits. It computes nothing, and copies nothing that is packed already. A variant of a format that the kernels do
+not read is rewritten first (`packing_variants.py`).
 
 With P = ceil(N / 8) panels and S steps of columns, data is [P, S, elements of a step]. In a step each row in turn
 contributes `lane` adjacent bytes:
@@ -11,8 +12,8 @@ contributes `lane` adjacent bytes:
 |---|---|---|---|---|
 | fp32 | 1 | 4 | float32 [P, S, 8] | |
 | bf16 | 2 | 4 | bfloat16 [P, S, 16] | |
-| fp8 | 4 | 1 | float8_e4m3fn [P, S, 32] | float32 [P, 1, 8] |
-| int8 | 32 | 4 | int8 [P, S, 256], top bit flipped: as unsigned, a byte is code + 128 | float16 [P, S, 8] |
+| fp8 | 4 | 1 | float8_e4m3fn [P, S, 32] | float32 [P, 1, 8]; in blocks of 128 columns [P, ceil(K/128), 8] |
+| int8 | 32 | 4 | int8 [P, S, 256], top bit flipped: byte = code + 128 | float16 [P, S, 8]; by rows float32 [P, 1, 8] |
 | int4 | 32 | 4 | uint8 [P, S, 128], byte of columns c and c + 16 as in layout "rows" | float16 [P, S, 8], both |
 """
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from strata_lab.kernels.cpu import build
+from strata_lab.kernels.cpu.packing_variants import readable
 from strata_lab.quant.base import PANEL_ROWS, LinearWeight
 
 
@@ -35,27 +37,27 @@ class PanelFormat:
         step: columns a kernel reads at a time; K is padded to a multiple.
         step_bytes: bytes of one row in a step.
         lane_bytes: bytes of one row that stay adjacent.
-        group_size: columns that share a scale; 0 is the whole row.
+        group_sizes: how many columns may share a scale; 0 is the whole row.
     """
 
     step: int
     step_bytes: int
     lane_bytes: int
-    group_size: int = 0
+    group_sizes: tuple[int, ...] = (0,)
 
 
 PANEL_FORMATS = {
     "fp32": PanelFormat(1, 4, 4),
     "bf16": PanelFormat(2, 4, 4),
-    "fp8": PanelFormat(4, 4, 1),
-    "int8": PanelFormat(32, 32, 4, group_size=32),
-    "int4": PanelFormat(32, 16, 4, group_size=32),
+    "fp8": PanelFormat(4, 4, 1, (0, 128)),
+    "int8": PanelFormat(32, 32, 4, (32, 0)),
+    "int4": PanelFormat(32, 16, 4, (32,)),
 }
 _INT8_TOP_BIT = 0x80
 
 
 def pack(weight: LinearWeight) -> LinearWeight:
-    """The same weight in layout "panels" (returned as it is if it is in that layout).
+    """The same numbers in layout "panels" (the weight itself if it is in that layout).
 
     Raises:
         ValueError: a format or group size that the kernels do not read.
@@ -66,9 +68,11 @@ def pack(weight: LinearWeight) -> LinearWeight:
     form = PANEL_FORMATS.get(weight.format)
     if form is None:
         raise ValueError(f"format={weight.format!r} has no panel layout; convert to one of {', '.join(PANEL_FORMATS)}")
-    if weight.group_size != form.group_size:
+    weight = readable(weight)
+    form = PANEL_FORMATS[weight.format]
+    if weight.group_size not in form.group_sizes:
         raise ValueError(
-            f"group_size={weight.group_size} of {weight.format} has no kernel; requantize with {form.group_size}"
+            f"group_size={weight.group_size} of {weight.format} has no kernel; requantize with {form.group_sizes[0]}"
         )
     build.load()
     rows = weight.data.contiguous().view(torch.uint8)  # [N, row bytes]
@@ -81,7 +85,7 @@ def pack(weight: LinearWeight) -> LinearWeight:
 
 
 def unpack(weight: LinearWeight) -> LinearWeight:
-    """The same weight in layout "rows", bit for bit what was packed."""
+    """The same weight in layout "rows", bit for bit what was packed (after `readable`)."""
     if weight.layout == "rows":
         return weight
     n, k = weight.shape

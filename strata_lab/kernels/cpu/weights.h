@@ -1,5 +1,6 @@
 // The packed tensors of a LinearWeight as the kernels see them. The data's dtype names the format, as packing.py lays
-// it out: float32, bfloat16, float8_e4m3fn, int8 (+ scales), uint8 (int4 + scales + mins).
+// it out: float32, bfloat16, float8_e4m3fn, int8 (+ scales), uint8 (int4 + scales + mins). float8 and int8 come in two
+// variants each, told apart by their scales: one per row, or one per row and group of columns.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,16 +13,21 @@ namespace strata {
 
 enum class Format { kFp32, kBf16, kFp8, kInt8, kInt4 };
 
+constexpr int64_t kFp8Block = 128;
+
 struct Weights {
   Format format;
   int64_t panels, columns;  // columns: K as stored, padded
   int64_t panel_bytes;
   const uint8_t* data;
-  const void* scales;    // half [panels, groups, 8]; fp8: float [panels, 1, 8]
-  const uint16_t* mins;  // half [panels, groups, 8], int4 only
+  const uint16_t* scales;     // half [panels, groups, 8]: int4, and int8 in groups
+  const float* row_scales;    // float [panels, 1, 8]: fp8 and int8 by rows
+  const float* block_scales;  // float [panels, blocks, 8]: fp8 in blocks of kFp8Block columns
+  const uint16_t* mins;       // half [panels, groups, 8], int4 only
 
   bool is_int() const { return format == Format::kInt8 || format == Format::kInt4; }
   int64_t groups() const { return columns / kGroup; }
+  int64_t blocks() const { return (columns + kFp8Block - 1) / kFp8Block; }
 };
 
 inline Format format_of(at::ScalarType dtype) {
@@ -48,11 +54,28 @@ inline Weights as_weights(const at::Tensor& data, const std::optional<at::Tensor
                       "packed scales or mins are missing or do not match the data of shape ", data.sizes());
     return tensor->const_data_ptr();
   };
-  Weights w{format, panels, columns, 0, static_cast<const uint8_t*>(data.const_data_ptr()), nullptr, nullptr};
+  Weights w{format, panels, columns, 0, static_cast<const uint8_t*>(data.const_data_ptr())};
   w.panel_bytes = data.numel() / panels * data.element_size();
-  if (w.is_int()) w.scales = part(scales, at::kHalf, w.groups());
-  if (format == Format::kInt4) w.mins = static_cast<const uint16_t*>(part(mins, at::kHalf, w.groups()));
-  if (format == Format::kFp8) w.scales = part(scales, at::kFloat, 1);
+  const auto halves = [&](const auto& tensor) {
+    return static_cast<const uint16_t*>(part(tensor, at::kHalf, w.groups()));
+  };
+  const auto floats = [&](int64_t groups) { return static_cast<const float*>(part(scales, at::kFloat, groups)); };
+  if (format == Format::kInt4) {
+    w.scales = halves(scales);
+    w.mins = halves(mins);
+  } else if (format == Format::kInt8) {
+    if (scales && scales->scalar_type() == at::kFloat) {
+      w.row_scales = floats(1);
+    } else {
+      w.scales = halves(scales);
+    }
+  } else if (format == Format::kFp8) {
+    if (scales && scales->numel() == panels * kPanelRows) {
+      w.row_scales = floats(1);
+    } else {
+      w.block_scales = floats(w.blocks());
+    }
+  }
   return w;
 }
 

@@ -160,17 +160,18 @@ def _embedding_kernel(
     launch.wait(PDL)
     launch.trigger(PDL)
     row = tl.load(ids_ptr + token).to(tl.int64)
-    if PACKED:  # byte j of a group: column j in the low nibble, column j + GROUP_SIZE / 2 in the high one
-        HALF: tl.constexpr = GROUP_SIZE // 2
-        at = cols // GROUP_SIZE * HALF + cols % HALF
+    if PACKED:  # byte j of 32 columns: column j in the low nibble, column j + 16 in the high one
+        at = cols // 32 * 16 + cols % 16
         byte = tl.load(data_ptr + row * ROW + at, mask=inside, other=0).to(tl.int32)
-        w = (byte >> (cols % GROUP_SIZE // HALF * 4) & 15).to(tl.float32)
+        w = (byte >> (cols % 32 // 16 * 4) & 15).to(tl.float32)
+        if mins_ptr is None:
+            w -= 8.0
     else:
         w = tl.load(data_ptr + row * ROW + cols, mask=inside, other=0.0).to(tl.float32)
     if GROUPS > 0:
         group = row * GROUPS + (cols // GROUP_SIZE if GROUP_SIZE > 0 else cols * 0)
         w *= tl.load(scales_ptr + group, mask=inside, other=0.0).to(tl.float32)
-        if PACKED:
+        if mins_ptr is not None:
             w += tl.load(mins_ptr + group, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * K + cols, w, mask=inside)
 

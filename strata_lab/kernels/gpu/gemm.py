@@ -52,13 +52,16 @@ class DotConfig:
 
 @triton.jit
 def _scaled(codes, scale, low, UNIT: tl.constexpr, BASE: tl.constexpr, DOT: tl.constexpr):
-    """Codes [rows, columns], read as BASE + code / UNIT, with a scale and a minimum per group [rows, groups]."""
-    grouped = tl.reshape(codes, [codes.shape[0], scale.shape[1], codes.shape[1] // scale.shape[1]])
-    factor = scale.to(tl.float32) * UNIT
-    term = -BASE * factor
-    if low is not None:
-        term += low.to(tl.float32)
-    return tl.reshape(grouped * factor[:, :, None] + term[:, :, None], codes.shape).to(DOT)
+    """Codes [rows, columns], read as BASE + code / UNIT, with scales and minima of groups [rows, groups], if any."""
+    if scale is None:
+        return ((codes - BASE) * UNIT).to(DOT)
+    else:
+        grouped = tl.reshape(codes, [codes.shape[0], scale.shape[1], codes.shape[1] // scale.shape[1]])
+        factor = scale.to(tl.float32) * UNIT
+        term = -BASE * factor
+        if low is not None:
+            term += low.to(tl.float32)
+        return tl.reshape(grouped * factor[:, :, None] + term[:, :, None], codes.shape).to(DOT)
 
 
 @triton.jit
@@ -75,7 +78,8 @@ def weights(w_ptr, scale_ptr, min_ptr, rows, k, K: tl.constexpr, BLOCK_K: tl.con
     scale, low = None, None
     if GROUP > 0:
         COUNT: tl.constexpr = (K + GROUP - 1) // GROUP
-        group = k // GROUP + tl.arange(0, BLOCK_K // GROUP)[None, :]
+        GROUPS: tl.constexpr = BLOCK_K // GROUP if BLOCK_K > GROUP else 1  # of a step
+        group = k // GROUP + tl.arange(0, GROUPS)[None, :]
         scale = tl.load(scale_ptr + rows * COUNT + group, mask=group < COUNT, other=0.0)
         if min_ptr is not None:
             low = tl.load(min_ptr + rows * COUNT + group, mask=group < COUNT, other=0.0)
@@ -85,6 +89,8 @@ def weights(w_ptr, scale_ptr, min_ptr, rows, k, K: tl.constexpr, BLOCK_K: tl.con
         return _scaled(codes[0], scale, low, 16.0, BASE, DOT), _scaled(codes[1], scale, low, 16.0, BASE, DOT)
     elif FORMAT == "int8":
         return (_scaled(codes_as_floats(data, FORMAT, ASM)[0], scale, low, 256.0, 1.5, DOT),)
+    elif GROUP > 0:
+        return (_scaled(data.to(tl.float32), scale, None, 1.0, 0.0, DOT),)
     elif FORMAT == "fp8" and ASM and tl.bfloat16 == DOT:
         return (e4m3_as_bf16(data),)
     else:
@@ -206,7 +212,6 @@ def default_config(weight: LinearWeight, t: int, dtype: torch.dtype, silu_mul: b
     n, k = weight.shape
     block_t = min(max(16, triton.next_power_of_2(t)), 64)  # 128 spills on sm_89 and sm_120
     block_k = 32 if dtype == torch.float32 else 64 if block_t > 32 or weight.data.element_size() > 1 else 128
-    block_k = max(block_k, weight.group_size)
     tiles = -(-(n // 2 if silu_mul else n) // 64)
     steps = -(-k // block_k)
     programs = sms * (2 if block_t <= 32 else 1)  # with more rows partial sums weigh as much as the weight

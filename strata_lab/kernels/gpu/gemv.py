@@ -111,6 +111,7 @@ def gemv_kernel(
     CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
     STRIDE: tl.constexpr = (K + 31) // 32 * 16 if FORMAT == "int4" else K  # elements of a row of the weight
     OUTS: tl.constexpr = PIECES // 2 if SILU else PIECES
+    CODED: tl.constexpr = FORMAT == "int8" or FORMAT == "int4"  # read by their bits, with what is to be undone
     UNIT: tl.constexpr = 16.0 if FORMAT == "int4" else 256.0  # codes are read as 1 + code / UNIT ...
     ABOUT: tl.constexpr = 8.0 if FORMAT == "int4" and min_ptr is None else 0.0  # the int4 code that means 0
     BASE: tl.constexpr = 1.0 + ABOUT / 16.0 if FORMAT == "int4" else 1.5  # ... so that what means 0 reads as this
@@ -210,7 +211,7 @@ def gemv_kernel(
                     xs += planes(x, ASM)
                 else:
                     xs += (x,)
-                    if GROUPED:
+                    if CODED:
                         total += per_lane(x, VEC)
             if INT:
                 units += (tl.broadcast_to(unit[None, :], [ROWS, LANES]),)
@@ -232,7 +233,7 @@ def gemv_kernel(
                 acc = new
         elif INT:
             for p in tl.static_range(PIECES):
-                s = scale[c * PIECES + p].to(tl.float32)
+                s = scale[c * PIECES + p].to(tl.float32) if GROUPED else 1.0
                 for t in tl.static_range(T):
                     x0, x1 = xs[2 * HALVES * t], xs[2 * HALVES * t + 1]
                     x2, x3 = xs[2 * HALVES * (t + 1) - 2], xs[2 * HALVES * (t + 1) - 1]  # int8: the same again
@@ -246,8 +247,9 @@ def gemv_kernel(
         else:
             for p in tl.static_range(PIECES):
                 codes = codes_as_floats(w[c * PIECES + p], FORMAT, ASM)
-                if GROUPED:
-                    s = scale[c * PIECES + p].to(tl.float32) * UNIT
+                s = scale[c * PIECES + p].to(tl.float32) if GROUPED else 1.0
+                if CODED:
+                    s *= UNIT
                     base = -BASE * s
                     if min_ptr is not None:
                         base += low[c * PIECES + p].to(tl.float32)
@@ -255,8 +257,7 @@ def gemv_kernel(
                     part = per_lane(codes[0] * xs[t * HALVES], VEC)
                     if HALVES == 2:
                         part += per_lane(codes[1] * xs[t * HALVES + 1], VEC)
-                    if GROUPED:
-                        part = s * part + base * sums[t]
+                    part = s * part + base * sums[t] if CODED else s * part
                     new += (now(acc[p * T + t] + part, ASM),)
             acc = new
 
@@ -288,8 +289,8 @@ def gemv_kernel(
 def default_config(weight: LinearWeight, t: int, norm: bool, silu_mul: bool, dtype: torch.dtype) -> GemvConfig:
     """Tiles for `t` rows of x. Tunable: every valid configuration is right.
 
-    One row of x: a warp to a row, all or most of a row requested at once, measured best on an H200 (programs are so many
-    and so small that an incomplete last wave does not matter). More rows of x leave fewer registers for weights:
+    One row of x: a warp to a row, all or most of a row requested at once, measured best on an H200 (programs are so
+    many and so small that an incomplete last wave does not matter). More rows of x leave fewer registers for weights:
     float32 x is held by every thread.
     """
     outputs = weight.shape[0] // 2 if silu_mul else weight.shape[0]
@@ -326,8 +327,7 @@ def gemv(
     config: GemvConfig | None = None,
 ) -> None:
     """`linear_triton` for a few contiguous rows x [T, K] into `out`, whose dtype the result is rounded to."""
-    t, k = x.shape
-    n = weight.shape[0]
+    (t, k), n, codes = x.shape, weight.shape[0], weight.format
     if config is None:
         config = default_config(weight, t, norm_weight is not None, silu_mul, x.dtype)
     vec = LOAD_BYTES // weight.data.element_size()
@@ -335,13 +335,14 @@ def gemv(
     outs = config.rows * config.pieces // (2 if silu_mul else 1)
     grid = (-(-(n // 2 if silu_mul else n) // outs),)
     narrow = config.share and x.dtype != torch.float32
-    words = k % vec == 0 or weight.format == "int4"  # else rows start off the 16 bytes that `int_dot` relies on
+    words = k % vec == 0 or codes == "int4"  # else rows start off the 16 bytes that `int_dot` relies on
     words = words and weight.data.data_ptr() % LOAD_BYTES == 0
     gemv_kernel[grid](
         x, weight.data, weight.scales, weight.mins, bias, norm_weight, residual, out, n, norm_eps,
-        T=t, K=k, FORMAT=weight.format, GROUP=weight.group_size, VEC=vec,
+        T=t, K=k, FORMAT=codes, GROUP=weight.group_size, VEC=vec,
         ROWS=config.rows, CHUNK=config.chunk, PIECES=config.pieces, PRELOAD=min(config.preload, -(-k // config.chunk)),
-        SILU=silu_mul, SHARE=config.share, HALF=HALF_CHAIN if narrow and weight.format == "fp8" else 0,
-        INT=narrow and words and weight.group_size > 0, ASM=not launch.INTERPRETED,
+        SILU=silu_mul, SHARE=config.share,
+        HALF=HALF_CHAIN if narrow and codes == "fp8" and weight.group_size == 0 else 0,
+        INT=narrow and words and codes in ("int8", "int4"), ASM=not launch.INTERPRETED,
         **launch.options(x.device, num_warps=warps, early=True),
     )  # fmt: skip

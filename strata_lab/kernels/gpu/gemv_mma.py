@@ -14,14 +14,21 @@ Bytes moved: the weight once, x once per program from the cache, the result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from strata_lab.kernels.gpu import launch
+from strata_lab.kernels.gpu.gemv_mma_config import (
+    TILE_BYTES,
+    TILE_ROWS,
+    MmaConfig,
+    default_config,
+    row_bytes,
+    slots,
+    supports,
+)
 from strata_lab.kernels.gpu.mma_asm import (
     ask,
     by_token,
@@ -35,36 +42,6 @@ from strata_lab.kernels.gpu.mma_asm import (
     times,
 )
 from strata_lab.quant.base import LinearWeight
-
-MAX_ROWS = 16  # of x
-MAX_COLUMNS = 32  # of the product, for which a program has registers
-REGISTERS = 64  # for weights on their way
-WIDE_X_REGISTERS = 32  # the same where x takes many
-HELD_REGISTERS = 96  # the same where x takes few
-SHORT_TILES = 48  # of a row that four warps share
-BIG, LONG = 1 << 14, 1 << 15  # rows of a weight
-TILE_ROWS = 8  # of a weight tile: one per four lanes
-TILE_BYTES = 64  # of a weight row in a tile: 16 per lane
-ALIGNMENT = 16
-
-
-@dataclass(frozen=True)
-class MmaConfig:
-    """How a product is cut up.
-
-    Attributes:
-        pieces: tiles of eight weight rows a program owns: 1 or even; even for a gated product (half gate, half up).
-        warps: that share the columns, a power of two.
-        preload: tiles of columns that a warp requests before waiting for the previous kernel.
-        ahead: tiles of x that are on their way.
-        block: rows of x of a program; all, where they are no more.
-    """
-
-    pieces: int
-    warps: int
-    preload: int
-    ahead: int = 2
-    block: int = MAX_ROWS
 
 
 @triton.jit
@@ -306,52 +283,6 @@ def gemv_mma_kernel(
         tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def default_config(weight: LinearWeight, t: int) -> MmaConfig:
-    """Tiles for `t` rows of x. Tunable: every valid configuration is right."""
-    tiles = -(-_row_bytes(weight) // TILE_BYTES)  # of a row
-    if weight.format == "fp8" and t <= 8 and tiles > 8:  # measured on an H200
-        warps = 4 if tiles <= SHORT_TILES else 8
-        long = weight.shape[0] >= LONG
-        pieces = 4 if weight.shape[0] >= BIG else 2
-        chunks, fit = -(-tiles // warps), HELD_REGISTERS // (4 * pieces)
-        held = fit // 2 if long or (chunks > fit and pieces == 2) else min(chunks, fit)
-        return MmaConfig(pieces, warps, held, 2 if held < min(chunks, fit) else 1)
-    warps = 16 if tiles > 128 and weight.group_size == 0 else 8 if tiles > 4 else 4
-    held = 8 + (4 if weight.group_size else 0)
-    wide = t * slots(weight) > 8
-    preload = max(1, (WIDE_X_REGISTERS if wide else REGISTERS) // held)
-    ahead = 1 if wide and weight.format in ("int4", "bf16") else 2
-    return MmaConfig(2, warps, preload, ahead, MAX_COLUMNS // slots(weight))
-
-
-def slots(weight: LinearWeight) -> int:
-    """Groups of columns that four lanes of a row hold: columns of the product per row of x."""
-    cols = 128 if weight.format == "int4" else 64
-    return cols // weight.group_size if 0 < weight.group_size < cols else 1
-
-
-def _row_bytes(weight: LinearWeight) -> int:
-    k = weight.shape[1]
-    return -(-k // 32) * 16 if weight.format == "int4" else k * weight.data.element_size()
-
-
-def supports(x: Tensor, weight: LinearWeight, norm_weight: Tensor | None) -> bool:
-    """Whether `gemv_mma` can do it: 16-bit activations, everything 16-byte aligned, whole groups."""
-    if x.dtype != torch.bfloat16 and (x.dtype != torch.float16 or weight.format == "bf16"):
-        return False
-    if norm_weight is not None and norm_weight.dtype != x.dtype:
-        return False
-    tensors = (x, weight.data) if norm_weight is None else (x, weight.data, norm_weight)
-    return (
-        0 < x.shape[0] <= MAX_ROWS
-        and weight.shape[1] % 32 == 0
-        and weight.group_size in (0, 32, 64, 128)
-        and weight.nbytes < 1 << 33
-        and all(part is None or part.data_ptr() % 4 == 0 for part in (weight.scales, weight.mins))
-        and all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
-    )
-
-
 def gemv_mma(
     x: Tensor,
     weight: LinearWeight,
@@ -368,7 +299,7 @@ def gemv_mma(
     (t, k), n = x.shape, weight.shape[0]
     config = config or default_config(weight, t)
     outs = config.pieces * TILE_ROWS // (2 if silu_mul else 1)
-    chunks = -(-_row_bytes(weight) // (TILE_BYTES * config.warps))
+    chunks = -(-row_bytes(weight) // (TILE_BYTES * config.warps))
     unit = max(1, 8 // slots(weight))  # rows of x that fill the columns of one `mma`
     block = min(max(unit, triton.next_power_of_2(t)), config.block)
     gemv_mma_kernel[(-(-(n // 2 if silu_mul else n) // outs), -(-t // block))](

@@ -1,7 +1,8 @@
-"""The product with a weight on a GPU: contract of `kernels/linear.py`, four ways to do it by the number of rows of x.
+"""The product with a weight on a GPU: contract of `kernels/linear.py`, five ways to do it by the number of rows of x.
 
-    1                         weight straight from memory into CUDA cores: all that matters is bytes (gemv.py)
-    rows <= gemv_mma.MAX_ROWS the same into tensor cores (gemv_mma.py); float32 x and odd widths: gemv.py, gemm.py
+    1                         weight straight from memory into CUDA cores: all that matters is bytes (gemv.py;
+                              integer codes with groups: gemv_int.py)
+    2 to 16                   the same into tensor cores (gemv_mma.py); float32 x and odd widths: gemv.py, gemm.py
     rows <= gemm.MAX_ROWS     tensor cores through `tl.dot`, weight converted in registers (gemm.py)
     more                      weight expanded once, then cuBLAS (gemm_dense.py)
 
@@ -18,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata_lab.kernels.gpu import gemm, gemm_dense, gemv, gemv_mma, meta
+from strata_lab.kernels.gpu import gemm, gemm_dense, gemv, gemv_int, gemv_mma, meta
 from strata_lab.kernels.linear import linear_ref
 from strata_lab.quant.base import LinearWeight
 
-Config = gemv.GemvConfig | gemv_mma.MmaConfig | gemm.DotConfig
+Config = gemv.GemvConfig | gemv_int.IntConfig | gemv_mma.MmaConfig | gemm.DotConfig
 
 
 def linear_triton(
@@ -79,10 +80,14 @@ def _into(
     arguments = (x, weight, bias, norm_weight, norm_eps, residual, silu_mul, out)
     if isinstance(config, gemv.GemvConfig):
         gemv.gemv(*arguments, config)
+    elif isinstance(config, gemv_int.IntConfig):
+        gemv_int.gemv_int(*arguments, config)
     elif isinstance(config, gemm.DotConfig):
         gemm.dot(*arguments, config)
     elif isinstance(config, gemv_mma.MmaConfig):
         gemv_mma.gemv_mma(*arguments, config)
+    elif gemv_int.supports(x, weight):
+        gemv_int.gemv_int(*arguments)
     elif x.shape[0] > 1 and gemv_mma.supports(x, weight, norm_weight):
         gemv_mma.gemv_mma(*arguments)
     elif x.shape[0] <= gemv.MAX_ROWS:

@@ -48,7 +48,7 @@ def moe_mlp_triton(
         return moe_mlp_ref(x, gate_up, down, weights, expert_ids)
     if x.shape[0] == 0:
         return torch.empty_like(x)
-    step = Step(as_rows(x), gate_up, down, expert_ids.shape[1], config or CONFIGS[gate_up.format])
+    step = Step(as_rows(x), gate_up, down, expert_ids.shape[1], config or config_of(gate_up))
     weights, expert_ids = weights.contiguous(), expert_ids.contiguous()
     if step.tokens > DECODE_TOKENS:
         return step.grouped(step.x, weights, expert_ids, None)
@@ -71,7 +71,7 @@ def moe_block_triton(
     if x.shape[0] == 0:
         return torch.empty_like(x)
     x = as_rows(x)
-    step = Step(x, gate_up, down, top_k, config or CONFIGS[gate_up.format])
+    step = Step(x, gate_up, down, top_k, config or config_of(gate_up))
     weights, ids = empty_routing(x, top_k, torch.int32)
     if step.tokens > DECODE_TOKENS:
         h = rms_norm_triton(x, norm_weight, eps)
@@ -85,9 +85,14 @@ def moe_block_triton(
     return step.decode("plan", weights, ids, plan=plan, residual=x)
 
 
+def config_of(weight: LinearWeight) -> MoeConfig:
+    """What experts of this format run with; "int4-centered" is int4 without minima."""
+    return CONFIGS["int4-centered" if weight.format == "int4" and weight.mins is None else weight.format]
+
+
 def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     """The reference geometry at the batch sizes that take different kernels."""
-    for name in ("fp8", "bf16", "int8", "int4"):
+    for name in ("fp8", "bf16", "int8", "int4", "int4g128", "int8row", "fp8g128"):
         for tokens in (1, 8, 16, 512) if name == "fp8" else (1, 8, 512):
             yield f"block-{name}-{tokens}", partial(_meta_block, name, tokens, torch.bfloat16)
     yield "block-fp8-1-float32", partial(_meta_block, "fp8", 1, torch.float32)

@@ -17,7 +17,8 @@ class MoeConfig:
     """Tunable numbers; `config` of the public functions.
 
     Attributes:
-        half: e4m3 experts multiply 16-bit activations in float16 (`moe_half.py`), where rows allow it.
+        half: 16-bit activations are multiplied in float16 (`moe_half.py`, `moe_half_int4.py`), where rows allow it;
+            only for e4m3 and for int4 without minima.
         gate_tiles, gate_warps: of a program's gate rows (and as many up rows): 1, 2 or 4 tiles of a row per warp.
         gate_programs, gate_registers: per multiprocessor, each looping over its share of the tiles, or 0: one program
             per tile; the most registers of a thread, or None: as the compiler likes.
@@ -27,7 +28,8 @@ class MoeConfig:
             meets the activations of up to `pairs` of them.
         down_tiles, down_warps, down_programs, down_registers: the same of `down` with several tokens.
         pairs: pairs of (token, slot) that use a tile together when there are several tokens.
-        block_n, block_t, block_k, grouped_warps, grouped_stages: of the many-token products; block_k 32 for groups.
+        block_n, block_t, block_k, grouped_warps, grouped_stages: of the many-token products; no step crosses
+            the end of a group of columns.
         hold: load a whole tile before the first product; off, ptxas interleaves them and uses fewer registers.
         fuse_down: let one token take `down_one_kernel`; off, it computes bit for bit what it does among others.
     """
@@ -61,10 +63,19 @@ class MoeConfig:
 
 CONFIGS = {
     "fp8": MoeConfig(
-        half=True, gate_programs=4, one_rows=8, one_registers=168, one_late=True,
-        shared_tiles=2, shared_registers=128, down_tiles=8, down_registers=128,
-    ),  # fmt: skip
+        half=True,
+        gate_programs=4,
+        one_rows=8,
+        one_registers=168,
+        one_late=True,
+        shared_tiles=2,
+        shared_programs=3,
+        shared_registers=168,
+        down_tiles=8,
+        down_registers=128,
+    ),
     "bf16": MoeConfig(gate_tiles=1, down_tiles=2, one_rows=2),
-    "int8": MoeConfig(gate_tiles=1, down_tiles=2, one_rows=2, block_k=32),
-    "int4": MoeConfig(gate_tiles=1, down_tiles=1, one_rows=2, pairs=1, block_k=32),
+    "int8": MoeConfig(gate_tiles=1, down_tiles=2, one_rows=2),
+    "int4": MoeConfig(gate_tiles=1, down_tiles=1, one_rows=2, pairs=1),
+    "int4-centered": MoeConfig(half=True, shared_tiles=2, down_tiles=2, pairs=1),
 }

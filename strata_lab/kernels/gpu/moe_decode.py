@@ -16,29 +16,56 @@ import triton
 import triton.language as tl
 
 from strata_lab.kernels.gpu.launch import trigger, wait
-from strata_lab.kernels.gpu.moe_half import PEAK, sums_of_eight
+from strata_lab.kernels.gpu.moe_half import PEAK
+from strata_lab.kernels.gpu.moe_half_int4 import stored_place
 from strata_lab.kernels.gpu.moe_route import best
-from strata_lab.kernels.gpu.moe_tiles import joined, load_activations, load_groups, load_row_units, load_rows, product
+from strata_lab.kernels.gpu.moe_tiles import (
+    half_sums,
+    joined,
+    load_activations,
+    load_groups,
+    load_row_units,
+    load_rows,
+    product,
+)
 
 
 @triton.jit
 def _tile(
     data_ptr, scales_ptr, mins_ptr, row, live,
     K: tl.constexpr, C: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
-    """All of rows `row` [R, 1]: tuples of codes, scales and minima with an element per C chunks; scales [R] for fp8."""
+    """All of rows `row` [R, 1]: tuples of codes, scales and minima with an element per C chunks; scales [R] of rows."""
     codes, scales, mins = (), (), ()
     for start in tl.static_range(0, CHUNKS, C):
         chunk = start + tl.arange(0, C)
         codes += (load_rows(data_ptr, row, live, start, K, C, WIDTH, FORMAT),)
-        scales += (
-            load_groups(scales_ptr, row, live, chunk, K, FORMAT) if FORMAT == "int8" or FORMAT == "int4" else 1.0,
-        )
-        mins += (load_groups(mins_ptr, row, live, chunk, K, FORMAT) if FORMAT == "int4" else 0.0,)
+        scales += (load_groups(scales_ptr, row, live, chunk, K, FORMAT, GROUP) if GROUP > 0 else 1.0,)
+        mins += (load_groups(mins_ptr, row, live, chunk, K, FORMAT, GROUP) if mins_ptr is not None else 0.0,)
     row_scale = 1.0
-    if FORMAT == "fp8":
+    if GROUP == 0 and scales_ptr is not None:
         row_scale = tl.sum(tl.load(scales_ptr + row, mask=live, other=0.0), axis=1)
     return codes, scales, mins, row_scale
+
+
+@triton.jit
+def _asked(
+    sources, unit_ptr, pairs, START: tl.constexpr, K: tl.constexpr, COUNT: tl.constexpr, GATED: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """float16 activations of the pairs for C chunks from START on, those of int4's high nibbles, and their units."""
+    xs, highs, units = (), (), ()
+    for m in tl.static_range(COUNT):
+        real = pairs[m] >= 0
+        xs += (load_activations(sources[m], real, START, K, R, C, WIDTH, FORMAT, 0),)
+        highs += (load_activations(sources[m], real, START, K, R, C, WIDTH, FORMAT, 1) if FORMAT == "int4" else 0.0,)
+        if GATED:
+            units += (1.0,)
+        else:
+            own = unit_ptr + pairs[m].to(tl.int64) * ((K + 7) // 8)
+            units += (load_row_units(own, real, START, K, R, C, FORMAT),)
+    return xs, highs, units
 
 
 @triton.jit
@@ -46,7 +73,7 @@ def _multiply(
     x_ptr, unit_ptr, out_ptr, out_unit_ptr, pairs, x_stride, block, gates, ups,
     ROWS: tl.constexpr, K: tl.constexpr, CHUNKS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr,
     COUNT: tl.constexpr, Q: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
-    FORMAT: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, MINS: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Rows of block `block` of the first COUNT `pairs`, with the loaded tiles `gates` and (GATED) `ups`."""
     GROUPS: tl.constexpr = ((ROWS if GATED else K) + 7) // 8  # of 8 columns of h
@@ -56,44 +83,39 @@ def _multiply(
         for _q in tl.static_range(Q):
             sums += (tl.zeros((R, C), dtype=tl.float32),)
             up_sums += (tl.zeros((R, C), dtype=tl.float32),)
-    xs, units = (), ()
+    asked = ()
     for c in tl.static_range(0, CHUNKS, C):
         next_sums, next_up_sums = (), ()
-        if not HALF or c == 0:
-            xs, units = (), ()
+        if HALF:  # asked for a chunk ahead: asm stays in order, so nobody else would
+            if c == 0:
+                asked = _asked(sources, unit_ptr, pairs, 0, K, COUNT, GATED, R, C, WIDTH, FORMAT)
+            xs_now, highs_now, units_now = asked
+            if c + C < CHUNKS:
+                asked = _asked(sources, unit_ptr, pairs, c + C, K, COUNT, GATED, R, C, WIDTH, FORMAT)
+        else:
+            xs_now = ()
             for m in tl.static_range(COUNT):
-                xs += (load_activations(sources[m], pairs[m] >= 0, c, K, R, C, WIDTH, FORMAT, 0),)
-                if HALF and not GATED:
-                    units += (load_row_units(unit_ptr + pairs[m].to(tl.int64) * GROUPS, pairs[m] >= 0, c, K, R, C),)
-                else:
-                    units += (1.0,)
-        xs_now, units_now = xs, units
-        if HALF and c + C < CHUNKS:  # asked for a chunk ahead: asm stays in order, so nobody else would
-            xs, units = (), ()
-            for m in tl.static_range(COUNT):
-                xs += (load_activations(sources[m], pairs[m] >= 0, c + C, K, R, C, WIDTH, FORMAT, 0),)
-                if not GATED:
-                    units += (load_row_units(unit_ptr + pairs[m].to(tl.int64) * GROUPS, pairs[m] >= 0, c + C, K, R, C),)
-                else:
-                    units += (1.0,)
+                xs_now += (load_activations(sources[m], pairs[m] >= 0, c, K, R, C, WIDTH, FORMAT, 0),)
         for m in tl.static_range(COUNT):
             if HALF:
                 for q in tl.static_range(Q):
-                    part = sums_of_eight(gates[q][0][c // C], xs_now[m], ASM) * units_now[m]
-                    next_sums += (sums[m * Q + q] + tl.sum(part, axis=2),)
+                    part = half_sums(gates[q][0][c // C], xs_now[m], highs_now[m], FORMAT, ASM) * units_now[m]
+                    next_sums += (sums[m * Q + q] + tl.sum(part, axis=2) * gates[q][1][c // C],)
                     if GATED:
-                        part = sums_of_eight(ups[q][0][c // C], xs_now[m], ASM)
-                        next_up_sums += (up_sums[m * Q + q] + tl.sum(part, axis=2),)
+                        part = half_sums(ups[q][0][c // C], xs_now[m], highs_now[m], FORMAT, ASM)
+                        next_up_sums += (up_sums[m * Q + q] + tl.sum(part, axis=2) * ups[q][1][c // C],)
             else:
                 x = xs_now[m].to(tl.float32)
                 high = x
                 if FORMAT == "int4":
                     high = load_activations(sources[m], pairs[m] >= 0, c, K, R, C, WIDTH, FORMAT, 1).to(tl.float32)
                 for q in tl.static_range(Q):
-                    part = product(gates[q][0][c // C], gates[q][1][c // C], gates[q][2][c // C], x, high, FORMAT)
+                    tile = gates[q]
+                    part = product(tile[0][c // C], tile[1][c // C], tile[2][c // C], x, high, FORMAT, GROUP, MINS)
                     next_sums += (sums[m * Q + q] + part,)
                     if GATED:
-                        part = product(ups[q][0][c // C], ups[q][1][c // C], ups[q][2][c // C], x, high, FORMAT)
+                        tile = ups[q]
+                        part = product(tile[0][c // C], tile[1][c // C], tile[2][c // C], x, high, FORMAT, GROUP, MINS)
                         next_up_sums += (up_sums[m * Q + q] + part,)
         sums, up_sums = next_sums, next_up_sums
     for m in tl.static_range(COUNT):
@@ -115,7 +137,8 @@ def _multiply(
             group = block * (R * Q // 8) + tl.arange(0, R * Q // 8)
             r = group[:, None] * 8 + tl.arange(0, 8)[None, :]
             tl.store(out_unit_ptr + pair * GROUPS + group, unit, mask=(group < GROUPS) & (pair >= 0))
-            tl.store(out_ptr + pair * ROWS + r, y / unit[:, None], mask=(r < ROWS) & (pair >= 0))
+            place = stored_place(r) if FORMAT == "int4" else r
+            tl.store(out_ptr + pair * ROWS + place, y / unit[:, None], mask=(r < ROWS) & (pair >= 0))
         else:
             r = block * (R * Q) + tl.arange(0, R * Q)
             tl.store(out_ptr + pair * ROWS + r, tl.reshape(y, (R * Q,)), mask=(r < ROWS) & (pair >= 0))
@@ -128,7 +151,7 @@ def expert_kernel(
     ROWS: tl.constexpr, K: tl.constexpr, CHUNKS: tl.constexpr, E: tl.constexpr, E_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr, SOURCE: tl.constexpr, GATED: tl.constexpr, HOLD: tl.constexpr, M: tl.constexpr,
     Q: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr,
-    HALF: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, ROWS]: GATED silu(gate x) * (up x) of x [T, K]; otherwise the product with the pair's own row of x.
 
@@ -137,6 +160,7 @@ def expert_kernel(
     `unit` (GATED [T]; else [pairs, columns / 8]); GATED, so is out.
     """
     BLOCKS: tl.constexpr = (ROWS + R * Q - 1) // (R * Q)
+    MINS: tl.constexpr = mins_ptr is not None
     if GATED:  # the experts come from the kernel just before
         wait(PDL)
         trigger(PDL)
@@ -164,29 +188,29 @@ def expert_kernel(
             own = (block * R + tl.arange(0, R)) * Q + q
             live = (own < ROWS)[:, None]
             row = (expert * (2 * ROWS if GATED else ROWS) + own)[:, None]
-            gates += (_tile(data_ptr, scales_ptr, mins_ptr, row, live, K, C, CHUNKS, WIDTH, FORMAT),)
+            gates += (_tile(data_ptr, scales_ptr, mins_ptr, row, live, K, C, CHUNKS, WIDTH, FORMAT, GROUP),)
             if GATED:
-                ups += (_tile(data_ptr, scales_ptr, mins_ptr, row + ROWS, live, K, C, CHUNKS, WIDTH, FORMAT),)
+                ups += (_tile(data_ptr, scales_ptr, mins_ptr, row + ROWS, live, K, C, CHUNKS, WIDTH, FORMAT, GROUP),)
         if not GATED:
             wait(PDL)
             trigger(PDL)
         if HOLD:  # or ptxas moves each load down to its use, and the row scales to the very end
             tl.debug_barrier()
-        if FORMAT == "fp8" and M > 1:  # of other formats the two ways' conversions would be made before, and spill
+        if (FORMAT == "fp8" or HALF) and M > 1:  # of others the two ways' conversions would be made before, and spill
             if pairs[1] < 0:  # most entries of small batches: half the arithmetic
                 _multiply(
                     x_ptr, unit_ptr, out_ptr, out_unit_ptr, pairs, x_stride, block, gates, ups,
-                    ROWS, K, CHUNKS, TOP_K, GATED, 1, Q, R, C, WIDTH, FORMAT, HALF, ASM,
+                    ROWS, K, CHUNKS, TOP_K, GATED, 1, Q, R, C, WIDTH, FORMAT, GROUP, MINS, HALF, ASM,
                 )  # fmt: skip
             else:
                 _multiply(
                     x_ptr, unit_ptr, out_ptr, out_unit_ptr, pairs, x_stride, block, gates, ups,
-                    ROWS, K, CHUNKS, TOP_K, GATED, M, Q, R, C, WIDTH, FORMAT, HALF, ASM,
+                    ROWS, K, CHUNKS, TOP_K, GATED, M, Q, R, C, WIDTH, FORMAT, GROUP, MINS, HALF, ASM,
                 )  # fmt: skip
         else:
             _multiply(
                 x_ptr, unit_ptr, out_ptr, out_unit_ptr, pairs, x_stride, block, gates, ups,
-                ROWS, K, CHUNKS, TOP_K, GATED, M, Q, R, C, WIDTH, FORMAT, HALF, ASM,
+                ROWS, K, CHUNKS, TOP_K, GATED, M, Q, R, C, WIDTH, FORMAT, GROUP, MINS, HALF, ASM,
             )  # fmt: skip
 
 

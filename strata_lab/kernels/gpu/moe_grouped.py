@@ -71,28 +71,37 @@ def _dot(w, x, acc, DOT: tl.constexpr, TERMS: tl.constexpr):
 @triton.jit
 def _step(
     data_ptr, scales_ptr, mins_ptr, row, live, x_rows, real, start, acc,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexpr, TERMS: tl.constexpr,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr,
+    TERMS: tl.constexpr,
 ):  # fmt: skip
-    """acc [rows, pairs] with BLOCK_K more columns; for group formats BLOCK_K is one group."""
-    GROUPS: tl.constexpr = (K + 31) // 32
+    """acc [rows, pairs] with BLOCK_K more columns, which share a scale if there are groups."""
     zero = tl.zeros_like(acc)
+    if GROUP > 0:
+        at = row * ((K + GROUP - 1) // GROUP) + start // GROUP
+        scale = tl.load(scales_ptr + at, mask=live, other=0.0).to(tl.float32)
     if FORMAT == "int4":
-        j = tl.arange(0, 16)
-        low, high = start + j, start + 16 + j
-        w = tl.load(data_ptr + (row * (GROUPS * 16))[:, None] + start // 2 + j, mask=live[:, None], other=0)
+        STRIDE: tl.constexpr = (K + 31) // 32 * 16
+        j = tl.arange(0, BLOCK_K // 2)
+        low = start + j // 16 * 32 + j % 16
+        high = low + 16
+        place = start // 2 + j
+        w = tl.load(data_ptr + (row * STRIDE)[:, None] + place, mask=live[:, None] & (place < STRIDE), other=0)
+        w_low, w_high = w & 15, w >> 4
+        if mins_ptr is None:  # codes about 8
+            w_low, w_high = w_low.to(tl.int8) - 8, w_high.to(tl.int8) - 8
         x_low = tl.load(x_rows + low[:, None], mask=real & (low < K)[:, None], other=0.0)
         x_high = tl.load(x_rows + high[:, None], mask=real & (high < K)[:, None], other=0.0)
-        sums = _dot(w >> 4, x_high, _dot(w & 15, x_low, zero, DOT, TERMS), DOT, TERMS)
-        scale = tl.load(scales_ptr + row * GROUPS + start // 32, mask=live, other=0.0).to(tl.float32)
-        lowest = tl.load(mins_ptr + row * GROUPS + start // 32, mask=live, other=0.0).to(tl.float32)
-        x_sum = tl.sum(x_low.to(tl.float32) + x_high.to(tl.float32), axis=0)
-        acc += sums * scale[:, None] + lowest[:, None] * x_sum[None, :]
+        sums = _dot(w_high, x_high, _dot(w_low, x_low, zero, DOT, TERMS), DOT, TERMS)
+        acc += sums * scale[:, None]
+        if mins_ptr is not None:
+            lowest = tl.load(mins_ptr + at, mask=live, other=0.0).to(tl.float32)
+            x_sum = tl.sum(x_low.to(tl.float32) + x_high.to(tl.float32), axis=0)
+            acc += lowest[:, None] * x_sum[None, :]
     else:
         cols = start + tl.arange(0, BLOCK_K)
         w = tl.load(data_ptr + (row * K)[:, None] + cols, mask=live[:, None] & (cols < K), other=0.0)
         x = tl.load(x_rows + cols[:, None], mask=real & (cols < K)[:, None], other=0.0)
-        if FORMAT == "int8":
-            scale = tl.load(scales_ptr + row * GROUPS + start // 32, mask=live, other=0.0).to(tl.float32)
+        if GROUP > 0:
             acc += _dot(w, x, zero, DOT, TERMS) * scale[:, None]
         else:
             acc = _dot(w, x, acc, DOT, TERMS)
@@ -104,7 +113,7 @@ def grouped_kernel(
     x_ptr, data_ptr, scales_ptr, mins_ptr, order_ptr, offsets_ptr, out_ptr, x_stride,
     ROWS: tl.constexpr, K: tl.constexpr, E: tl.constexpr, E_BLOCK: tl.constexpr, TOP_K: tl.constexpr,
     GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    FORMAT: tl.constexpr, DOT: tl.constexpr, TERMS: tl.constexpr, PDL: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr, TERMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GATED: out[sorted pair] = silu(gate x) * (up x) of the pair's token; else out[pair] = down x[sorted pair]."""
     wait(PDL)
@@ -124,14 +133,15 @@ def grouped_kernel(
     up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         acc = _step(
-            data_ptr, scales_ptr, mins_ptr, row, live, x_rows, real, start, acc, K, BLOCK_K, FORMAT, DOT, TERMS
+            data_ptr, scales_ptr, mins_ptr, row, live, x_rows, real, start, acc,
+            K, BLOCK_K, FORMAT, GROUP, DOT, TERMS,
         )  # fmt: skip
         if GATED:
             up = _step(
                 data_ptr, scales_ptr, mins_ptr, row + ROWS, live, x_rows, real, start, up,
-                K, BLOCK_K, FORMAT, DOT, TERMS,
+                K, BLOCK_K, FORMAT, GROUP, DOT, TERMS,
             )  # fmt: skip
-    if FORMAT == "fp8":
+    if GROUP == 0 and scales_ptr is not None:
         acc *= tl.load(scales_ptr + row, mask=live, other=0.0)[:, None]
         if GATED:
             up *= tl.load(scales_ptr + row + ROWS, mask=live, other=0.0)[:, None]

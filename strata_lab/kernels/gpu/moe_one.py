@@ -12,9 +12,16 @@ import triton.language as tl
 
 from strata_lab.kernels.gpu.gemv_math import prefetch
 from strata_lab.kernels.gpu.launch import trigger, wait
-from strata_lab.kernels.gpu.moe_half import sums_of_eight
 from strata_lab.kernels.gpu.moe_route import best
-from strata_lab.kernels.gpu.moe_tiles import joined, load_codes, load_columns, load_groups, load_units, product
+from strata_lab.kernels.gpu.moe_tiles import (
+    half_sums,
+    joined,
+    load_codes,
+    load_columns,
+    load_groups,
+    load_units,
+    product,
+)
 
 
 @triton.jit
@@ -23,15 +30,17 @@ def down_one_kernel(
     HIDDEN: tl.constexpr, K: tl.constexpr, CHUNKS: tl.constexpr, SPAN: tl.constexpr, E: tl.constexpr,
     E_BLOCK: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, NORMALIZE: tl.constexpr, SOURCE: tl.constexpr,
     RESIDUAL: tl.constexpr, HOLD: tl.constexpr, LATE: tl.constexpr, Q: tl.constexpr, C: tl.constexpr,
-    WIDTH: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out [HIDDEN] = residual + sum over slots of weight * (down[expert] @ h[slot]) for one token, Q rows a program.
 
     A tile is one row, C chunks wide, with C / SPAN experts side by side: all threads share one read of h for Q rows.
-    HALF: h is float16, to be multiplied by `unit` [slots, columns / 8]. LATE (fp8): row scales are only brought to the
+    HALF: h is float16, to be multiplied by `unit` [slots, columns / 8]. LATE: row scales are only brought to the
     second-level cache ahead, and loaded where they are used: a register less per tile, so more programs are resident.
     """
     SIDE: tl.constexpr = C // SPAN  # experts of a tile
+    MINS: tl.constexpr = mins_ptr is not None
     PARTS: tl.constexpr = (CHUNKS + SPAN - 1) // SPAN  # tiles that one expert's columns take
     slots = tl.arange(0, SLOTS)
     if SOURCE == "logits":
@@ -69,12 +78,12 @@ def down_one_kernel(
                 codes += (load_codes(data_ptr, row, live, chunk, K, WIDTH, FORMAT),)
                 scale = share[None, :]
                 low = 0.0
-                if FORMAT == "fp8" and not LATE:
+                if GROUP > 0:
+                    scale *= load_groups(scales_ptr, row, live, chunk, K, FORMAT, GROUP).to(tl.float32)
+                elif scales_ptr is not None and not LATE:
                     scale *= tl.load(scales_ptr + row, mask=live, other=0.0)
-                elif FORMAT == "int8" or FORMAT == "int4":
-                    scale *= load_groups(scales_ptr, row, live, chunk, K, FORMAT).to(tl.float32)
-                if FORMAT == "int4":
-                    low = share[None, :] * load_groups(mins_ptr, row, live, chunk, K, FORMAT).to(tl.float32)
+                if MINS:
+                    low = share[None, :] * load_groups(mins_ptr, row, live, chunk, K, FORMAT, GROUP).to(tl.float32)
                 scales += (scale,)
                 mins += (low,)
     wait(PDL)
@@ -90,22 +99,25 @@ def down_one_kernel(
         real = (slot < TOP_K)[None, :, None]
         x = load_columns(h_ptr + (slot * K)[None, :, None], real, chunk, K, 1, WIDTH, FORMAT, 0)
         if HALF:
-            units = load_units(unit_ptr + (slot * ((K + 7) // 8))[None, :, None], real, chunk, K, 1)
+            units = load_units(unit_ptr + (slot * ((K + 7) // 8))[None, :, None], real, chunk, K, 1, FORMAT)
         else:
             x = x.to(tl.float32)
         high = x
         if FORMAT == "int4":
-            high = load_columns(h_ptr + (slot * K)[None, :, None], real, chunk, K, 1, WIDTH, FORMAT, 1).to(tl.float32)
+            high = load_columns(h_ptr + (slot * K)[None, :, None], real, chunk, K, 1, WIDTH, FORMAT, 1)
+            high = high if HALF else high.to(tl.float32)
         next_totals = ()
         for q in tl.static_range(Q):
             if HALF:
-                y = tl.sum(sums_of_eight(codes[part * Q + q], x, ASM) * units, axis=2)
+                y = tl.sum(half_sums(codes[part * Q + q], x, high, FORMAT, ASM) * units, axis=2)
             else:
-                y = product(codes[part * Q + q], scales[part * Q + q], mins[part * Q + q], x, high, FORMAT)
+                y = product(
+                    codes[part * Q + q], scales[part * Q + q], mins[part * Q + q], x, high, FORMAT, GROUP, MINS
+                )  # fmt: skip
             if LATE:
                 inside = (slot < TOP_K)[None, :] & (first_row + q < HIDDEN)
                 y *= shares_of[part // PARTS] * tl.load(scales_ptr + row_of[part // PARTS] + q, mask=inside, other=0.0)
-            elif FORMAT == "fp8" or FORMAT == "bf16":
+            elif HALF or GROUP == 0:
                 y *= scales[part * Q + q]
             next_totals += (totals[q] + y,)
         totals = next_totals

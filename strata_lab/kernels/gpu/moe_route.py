@@ -15,17 +15,19 @@ import triton.language as tl
 
 from strata_lab.kernels.gpu.launch import trigger, wait
 from strata_lab.kernels.gpu.moe_half import PEAK
+from strata_lab.kernels.gpu.moe_half_int4 import stored_place
 
 
 @triton.jit
 def logits_kernel(
     x_ptr, norm_ptr, router_ptr, logits_ptr, h_ptr, unit_ptr, x_stride, eps,
-    HIDDEN: tl.constexpr, E: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    HIDDEN: tl.constexpr, E: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr, PAIRED: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """logits [T, E] float32 of x [T, HIDDEN]; with NORM those of its RMS norm, which goes to h [T, HIDDEN].
 
-    With NORM there is a program more per token, which stores h: float32, or with HALF float16 and its unit [T].
+    With NORM there is a program more per token, which stores h: float32, or with HALF float16 and its unit [T];
+    PAIRED: in the order that int4 codes meet it in.
     """
     expert, token = tl.program_id(0), tl.program_id(1)
     cols = tl.arange(0, BLOCK)
@@ -44,7 +46,8 @@ def logits_kernel(
             unit = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-30) * (1.0 / PEAK)
             tl.store(unit_ptr + token, unit)
             x /= unit
-        tl.store(h_ptr + token * HIDDEN + cols, x, mask=inside)  # widened: who reads it often need not convert it
+        place = stored_place(cols) if PAIRED else cols
+        tl.store(h_ptr + token * HIDDEN + place, x, mask=inside)  # widened: who reads it often need not convert it
     else:
         tl.store(logits_ptr + token * E + expert, tl.sum(row * x, axis=0))
 

@@ -77,21 +77,22 @@ class Step:
         """Router logits [T, E] of the norm of x, for few tokens."""
         c = self.config
         rows = min(c.gate_tiles * c.gate_warps, c.shared_tiles * c.shared_warps)
-        half = c.half and self.format == "fp8" and self.dtype != torch.float32 and rows % GROUP == 0 and self._whole
+        exact = self.format == "fp8" or (self.format == "int4" and self.gate_up.mins is None and self.down.mins is None)
+        half = c.half and exact and self.dtype != torch.float32 and rows % GROUP == 0 and self._whole
         h = torch.empty(self.x.shape, dtype=torch.float16 if half else torch.float32, device=self.x.device)
         self.unit = self.empty(self.tokens, dtype=torch.float32) if half else None
-        logits = _few_logits(self.x, router, norm_weight, eps, h, self.unit)
+        logits = _few_logits(self.x, router, norm_weight, eps, h, self.unit, self.format == "int4")
         self.x = h
         return logits
 
     @property
     def _whole(self) -> bool:
         """Whether every thread holds 16 columns of a row in order, as `moe_half` needs: rows of whole wide tiles."""
-        if launch.INTERPRETED:  # has no threads
-            return True
+        if launch.INTERPRETED:  # has no threads, but whole fours of int4's activations change places
+            return self.format != "int4" or (self.hidden % 4 == 0 and self.width % 4 == 0)
         (_, across), (_, down) = self._chunks(self.gate_up), self._chunks(self.down)
         one = triton.next_power_of_2(self.top_k) * min(self.config.one_warps * WARP, down)
-        aligned = self.hidden % self.chunk_codes == 0 and self.width % self.chunk_codes == 0
+        aligned = self.hidden % COLUMNS[self.format] == 0 and self.width % COLUMNS[self.format] == 0
         return aligned and min(across, down) >= WARP and one >= self.config.one_warps * WARP
 
     @property
@@ -159,7 +160,8 @@ class Step:
 
     def _options(self, warps: int, registers: int | None, early: bool) -> dict[str, Any]:
         """Limits of registers are made for what the configuration is made for: float32 products need more."""
-        limited = registers and (self.unit is not None or not self.config.half)
+        measured = self.gate_up.group_size == 0 or self.format != "fp8"  # scales of groups take registers
+        limited = registers and measured and (self.unit is not None or not self.config.half)
         options = launch.options(self.x.device, num_warps=warps, early=early)
         return options | ({"maxnreg": registers} if limited else {})
 
@@ -177,7 +179,8 @@ class Step:
             ROWS=rows, K=w.shape[1], CHUNKS=chunks, E=self.experts, E_BLOCK=triton.next_power_of_2(self.experts),
             TOP_K=self.top_k, SOURCE=routed.source, GATED=w is self.gate_up, HOLD=self.config.hold,
             M=1 if routed.plan is None else self.config.pairs, Q=tiles, R=warps, C=min(WARP, padded),
-            WIDTH=self.chunk_codes, FORMAT=self.format, HALF=unit is not None, ASM=not launch.INTERPRETED,
+            WIDTH=self.chunk_codes, FORMAT=self.format, GROUP=w.group_size, HALF=unit is not None,
+            ASM=not launch.INTERPRETED,
             # LATE where gated: what follows reads the routing before it waits
             **self._options(warps, registers, early=w is self.down),
         )  # fmt: skip
@@ -193,9 +196,10 @@ class Step:
             residual, h, units, w.data, w.scales, w.mins, routed.logits, routed.ids, routed.weights, out,
             HIDDEN=self.hidden, K=w.shape[1], CHUNKS=chunks, SPAN=span, E=self.experts,
             E_BLOCK=triton.next_power_of_2(self.experts), TOP_K=self.top_k, SLOTS=slots, NORMALIZE=routed.normalize,
-            SOURCE=routed.source, RESIDUAL=residual is not None, HOLD=c.hold, LATE=c.one_late and self.format == "fp8",
-            Q=c.one_rows, C=min(c.one_warps * WARP, slots * span), WIDTH=self.chunk_codes, FORMAT=self.format,
-            HALF=units is not None, ASM=not launch.INTERPRETED, 
+            SOURCE=routed.source, RESIDUAL=residual is not None, HOLD=c.hold,
+            LATE=c.one_late and w.scales is not None and w.group_size == 0, Q=c.one_rows,
+            C=min(c.one_warps * WARP, slots * span), WIDTH=self.chunk_codes, FORMAT=self.format, GROUP=w.group_size,
+            HALF=units is not None, ASM=not launch.INTERPRETED,
             **self._options(c.one_warps, c.one_registers, early=True),
         )  # fmt: skip
         return out
@@ -231,12 +235,18 @@ class Step:
             grouped_kernel[(tiles, -(-rows // c.block_n))](
                 source, w.data, w.scales, w.mins, order, offsets, out, source.stride(0), ROWS=rows, K=w.shape[1],
                 E=self.experts, E_BLOCK=triton.next_power_of_2(self.experts), TOP_K=self.top_k,
-                GATED=w is self.gate_up, BLOCK_N=c.block_n, BLOCK_T=block_t, BLOCK_K=c.block_k, FORMAT=w.format,
-                DOT=launch.dot_dtype(torch.bfloat16),
+                GATED=w is self.gate_up, BLOCK_N=c.block_n, BLOCK_T=block_t, BLOCK_K=_step_columns(w, c.block_k, wide),
+                FORMAT=w.format, GROUP=w.group_size, DOT=launch.dot_dtype(torch.bfloat16),
                 TERMS=1 if launch.INTERPRETED else terms,
                 **launch.options(device, num_warps=warps, num_stages=stages),
             )  # fmt: skip
         return self.combine(y, weights, residual)
+
+
+def _step_columns(w: LinearWeight, block_k: int, wide: bool) -> int:
+    """Columns of a step of a grouped product, which must not cross the end of a group; what needs registers: fewer."""
+    narrow = w.mins is not None or (wide and w.group_size > 0)
+    return min(block_k, 32 if narrow else w.group_size or block_k)
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -268,15 +278,20 @@ def route_logits(x: Tensor, router: Tensor) -> Tensor:
 
 
 def _few_logits(
-    x: Tensor, router: Tensor, norm_weight: Tensor | None, eps: float, h: Tensor | None, unit: Tensor | None
+    x: Tensor, router: Tensor, norm_weight: Tensor | None, eps: float, h: Tensor | None, unit: Tensor | None,
+    paired: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Logits [T, E] of x or (with `norm_weight`) its norm, which is then stored in `h`, divided by `unit` if given."""
+    """Logits [T, E] of x or (with `norm_weight`) its norm, which is then stored in `h`, divided by `unit` if given.
+
+    `paired`: with a unit, in the order that int4 codes meet it in.
+    """
     tokens, hidden = x.shape
     experts, norm = router.shape[0], norm_weight is not None
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
     logits_kernel[(experts + norm, tokens)](
         x, norm_weight, router, logits, h, unit, x.stride(0), eps, HIDDEN=hidden, E=experts, NORM=norm,
-        HALF=unit is not None, BLOCK=triton.next_power_of_2(hidden), **launch.options(x.device, early=True),
+        HALF=unit is not None, PAIRED=paired and unit is not None, BLOCK=triton.next_power_of_2(hidden),
+        **launch.options(x.device, early=True),
     )  # fmt: skip
     return logits
 

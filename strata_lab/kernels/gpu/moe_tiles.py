@@ -11,6 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from strata_lab.kernels.gpu.moe_half import sums_of_eight
+from strata_lab.kernels.gpu.moe_half_int4 import sums_of_eight_int4
+
 
 @triton.jit
 def load_codes(data_ptr, row, live, chunk, K: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr):
@@ -51,10 +54,11 @@ def load_activations(
 
 
 @triton.jit
-def load_groups(ptr, row, live, chunk, K: tl.constexpr, FORMAT: tl.constexpr):
-    """float16 scales or minima [R, C] of the group each chunk is in; int8 has two chunks to a group of 32."""
-    GROUPS: tl.constexpr = (K + 31) // 32
-    group = (chunk if FORMAT == "int4" else chunk // 2)[None, :]
+def load_groups(ptr, row, live, chunk, K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr):
+    """Scales or minima [R, C] of the group of columns that each chunk is in; neighbours in a group share an address."""
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    CHUNKS: tl.constexpr = GROUP // (32 if FORMAT == "int4" else 16)  # of a group
+    group = (chunk // CHUNKS)[None, :]
     return tl.load(ptr + row * GROUPS + group, mask=live & (group < GROUPS), other=0.0)
 
 
@@ -72,37 +76,53 @@ def load_columns(
 
 
 @triton.jit
-def load_units(ptr, live, chunk, K: tl.constexpr, R: tl.constexpr):
-    """Divisors of h [R, C, 2], equal rows: of each 8 columns of `chunk` [C]. `ptr` and `live` as in `_columns`."""
+def load_units(ptr, live, chunk, K: tl.constexpr, R: tl.constexpr, FORMAT: tl.constexpr):
+    """Divisors of h [R, C, 2 | 4], equal rows: of each 8 columns of `chunk` [C]. `ptr` and `live` as in `_columns`."""
     GROUPS: tl.constexpr = (K + 7) // 8
-    group = (chunk[:, None] * 2 + tl.arange(0, 2)[None, :])[None, :, :] + tl.zeros((R, 1, 1), dtype=tl.int32)
+    P: tl.constexpr = 4 if FORMAT == "int4" else 2  # of a chunk
+    group = (chunk[:, None] * P + tl.arange(0, P)[None, :])[None, :, :] + tl.zeros((R, 1, 1), dtype=tl.int32)
     return tl.load(ptr + group, mask=(group < GROUPS) & live, other=0.0)
 
 
 @triton.jit
-def load_row_units(ptr, live, START: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+def load_row_units(
+    ptr, live, START: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, FORMAT: tl.constexpr
+):  # fmt: skip
     """`load_units` of C chunks from START on, for a scalar `ptr` and `live`; flat as `load_rows`."""
-    group = tl.broadcast_to(START * 2 + tl.arange(0, C * 2)[None, :], (R, C * 2))
-    return tl.reshape(tl.load(ptr + group, mask=(group < (K + 7) // 8) & live, other=0.0), (R, C, 2))
+    P: tl.constexpr = 4 if FORMAT == "int4" else 2
+    group = tl.broadcast_to(START * P + tl.arange(0, C * P)[None, :], (R, C * P))
+    return tl.reshape(tl.load(ptr + group, mask=(group < (K + 7) // 8) & live, other=0.0), (R, C, P))
 
 
 @triton.jit
-def product(w, scale, low, x, x_high, FORMAT: tl.constexpr):
-    """Sums over the codes of each chunk, [R, C]; group formats with scale and minimum applied."""
+def half_sums(w, x, high, FORMAT: tl.constexpr, ASM: tl.constexpr):
+    """Sums of products over each 8 columns of a chunk, of float16 activations as they are stored for the format."""
     if FORMAT == "int4":
-        pair = _number(w & 15) * x + _number(w >> 4) * x_high
-        partial = tl.sum(pair, axis=2) * scale.to(tl.float32) + tl.sum(x + x_high, axis=2) * low.to(tl.float32)
-    elif FORMAT == "int8":
-        partial = tl.sum(w.to(tl.float32) * x, axis=2) * scale.to(tl.float32)
+        return sums_of_eight_int4(w, x, high, ASM)
+    else:
+        return sums_of_eight(w, x, ASM)
+
+
+@triton.jit
+def product(w, scale, low, x, x_high, FORMAT: tl.constexpr, GROUP: tl.constexpr, MINS: tl.constexpr):
+    """Sums over the codes of each chunk, [R, C]; with groups scale and minimum applied. int4 without MINS: code - 8."""
+    if FORMAT == "int4":
+        ZERO: tl.constexpr = 0 if MINS else 8
+        pair = _number(w & 15, ZERO) * x + _number(w >> 4, ZERO) * x_high
+        partial = tl.sum(pair, axis=2) * scale.to(tl.float32)
+        if MINS:
+            partial += tl.sum(x + x_high, axis=2) * low.to(tl.float32)
     else:
         partial = tl.sum(w.to(tl.float32) * x, axis=2)
+        if GROUP > 0:
+            partial *= scale.to(tl.float32)
     return partial
 
 
 @triton.jit
-def _number(code):
-    """0..15 -> float32 without the conversion unit: as the last bits of 2^23."""
-    return (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+def _number(code, ZERO: tl.constexpr):
+    """0..15 -> code - ZERO, float32, without the conversion unit: as the last bits of 2^23."""
+    return (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
 
 
 @triton.jit

@@ -8,24 +8,23 @@ command needs it, so help and mistakes in the flags are answered at once.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from strata_lab import __version__
-from strata_lab.cli_answer import answer
-from strata_lab.cli_options import config_flags, given, parse_toggle, sampling_flags, toggle_flags, with_flags
+from strata_lab.cli import checkpoints
+from strata_lab.cli.answers import answer
+from strata_lab.cli.options import config_flags, given, parse_toggle, sampling_flags, toggle_flags, with_flags
+from strata_lab.cli.terminal import AsJson, bar, fail, plain_errors, print_checks, show
 from strata_lab.config import DEFAULT_MODEL, ConfigError, engine_config, toggles
 from strata_lab.request import RequestError, SamplingParams
 
-FILE_WIDTH = 220  # columns of a table that goes into a file
-USER_ERROR, INTERRUPTED = 2, 130  # exit codes: like click's own usage errors; 128 + SIGINT
+INTERRUPTED = 130  # exit code: 128 + SIGINT
 app = typer.Typer(
     name="strata",
     help="A small, fast LLM decode engine whose optimizations can be flipped while it runs.",
@@ -35,39 +34,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 Model = Annotated[str, typer.Option("--model", "-m", help="A known name, a preset, a .gguf file or a model folder.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 CHAT_HELP = """/set TOGGLE VALUE   change a toggle of the running engine (/set alone lists them)
 /stats              where the engine stands
 /reset              forget the conversation
 /help               this list
 /exit               leave (also Ctrl+D)"""
-
-
-def plain_errors(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: mistakes of the user become one line on standard error and exit code 2."""
-
-    @functools.wraps(command)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return command(*args, **kwargs)
-        except ValueError as error:
-            if not isinstance(error, _user_errors()):
-                raise
-            _fail(str(error))
-
-    return guarded
-
-
-def _user_errors() -> tuple[type[ValueError], ...]:
-    from strata_lab.models.errors import CheckpointError  # here because it is not needed when all goes well
-    from strata_lab.tokenizer import TokenizerError
-
-    return ConfigError, RequestError, CheckpointError, TokenizerError
-
-
-def _fail(message: str, code: int = USER_ERROR) -> None:
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
-    raise typer.Exit(code)
 
 
 def make_engine(model: str, **options: Any) -> Any:
@@ -129,7 +100,7 @@ def generate(
         _write("\n")
         typer.echo(result.summary(), err=True)
     if result.error is not None:
-        _fail(result.error, 1)
+        fail(result.error, 1)
     if result.finish_reason == "abort":
         raise typer.Exit(INTERRUPTED)
 
@@ -264,7 +235,7 @@ def climb(
 
     sizes = {"tokens": tokens, "prompt_tokens": prompt_tokens, "streams": streams, "rounds": rounds}
     chosen: dict[str, Any] = sizes | given({"workload": workload, "scale": scale, "cold": cold_starts})
-    with _bar() as progress:
+    with bar() as progress:
         records = climbing.climb(model, progress=progress, **chosen, **given(options))
     data = [r.as_dict() for r in records]
     path = write_results(target.stem, records, target.parent)
@@ -273,19 +244,8 @@ def climb(
     if as_json:
         typer.echo(json.dumps(data, ensure_ascii=False))
     else:
-        _show(text_table(data))
+        show(text_table(data))
     typer.echo(f"page: {html}\nrecords: {path}", err=True)
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[str, float], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    bar = (TextColumn("{task.description:44}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"), TimeElapsedColumn())
-    with Progress(*bar, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("loading", total=1.0)
-        yield lambda text, fraction: progress.update(task, description=text, completed=fraction)
 
 
 @app.command()
@@ -299,44 +259,14 @@ def doctor(model: Model = DEFAULT_MODEL, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps({"ok": ok, "checks": [dataclasses.asdict(c) for c in checks]}, ensure_ascii=False))
     else:
-        _print_checks(checks)
+        print_checks(checks)
     raise typer.Exit(0 if ok else 1)
 
 
-def _print_checks(checks: list[Any]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    colours = {"ok": "green", "warn": "yellow", "fail": "red"}
-    table = Table(box=None, pad_edge=False)
-    for head in ("", "check", "value", "fix"):
-        table.add_column(head, overflow="fold")
-    section = ""
-    for c in checks:
-        if c.section != section:
-            section = c.section
-            table.add_row("", Text(section, style="bold"))
-        table.add_row(Text(c.verdict, style=colours[c.verdict]), f"  {c.name}", Text(c.value), Text(c.fix))
-    _show(table)
-
-
-def _show(renderable: Any) -> None:
-    """Print a table; wide and without padding when standard output is no terminal, so that a file gets whole lines."""
-    from rich.console import Console
-
-    if sys.stdout.isatty():
-        Console().print(renderable)
-        return
-    console = Console(width=FILE_WIDTH, color_system=None)
-    with console.capture() as captured:
-        console.print(renderable)
-    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+app.command()(checkpoints.convert)
+app.command()(checkpoints.validate)
 
 
 def main() -> None:
     """Entry point of the `strata` command."""
     app()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,8 @@
 """Command-line flags made from the fields they set, so that a setting is described once.
 
 `Optimizations`, `EngineConfig` and `SamplingParams` say what their fields mean; here each field becomes a flag with
-that text as its help. A flag that is not given is None and leaves the field's default alone. Commands are in `cli.py`.
+that text as its help. A flag that is not given is None and leaves the field's default alone. Commands are in
+`cli/__init__.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,92 @@
+"""What the commands of `strata` share: errors as one line, progress bars, tables."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from strata_lab.config import ConfigError
+from strata_lab.request import RequestError
+
+FILE_WIDTH = 220  # columns of a table that goes into a file
+USER_ERROR = 2  # exit code: like click's own usage errors
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+def plain_errors(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: mistakes of the user become one line on standard error and exit code 2."""
+
+    @functools.wraps(command)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except ValueError as error:
+            if not isinstance(error, _user_errors()):
+                raise
+            fail(str(error))
+
+    return guarded
+
+
+def _user_errors() -> tuple[type[ValueError], ...]:
+    from strata_lab.models.errors import CheckpointError  # here because it is not needed when all goes well
+    from strata_lab.tokenizer import TokenizerError
+
+    return ConfigError, RequestError, CheckpointError, TokenizerError
+
+
+def fail(message: str, code: int = USER_ERROR) -> None:
+    """Leave with one line on standard error."""
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def bar() -> Iterator[Callable[[str, float], None]]:
+    """A progress bar on standard error: call it with what is being done and the fraction done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description:44}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"), TimeElapsedColumn(),
+        TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("loading", total=1.0)
+        yield lambda text, fraction: progress.update(task, description=text, completed=fraction)
+
+
+def show(renderable: Any) -> None:
+    """Print a table; wide and without padding when standard output is no terminal, so that a file gets whole lines."""
+    from rich.console import Console
+
+    if sys.stdout.isatty():
+        Console().print(renderable)
+        return
+    console = Console(width=FILE_WIDTH, color_system=None)
+    with console.capture() as captured:
+        console.print(renderable)
+    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def print_checks(checks: list[Any]) -> None:
+    """Lines with `verdict`, `name`, `value`, `fix` and maybe `section` as a table."""
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"ok": "green", "warn": "yellow", "fail": "red"}
+    table = Table(box=None, pad_edge=False)
+    for head in ("", "check", "value", "fix"):
+        table.add_column(head, overflow="fold")
+    section = ""
+    for c in checks:
+        if getattr(c, "section", "") != section:
+            section = c.section
+            table.add_row("", Text(section, style="bold"))
+        table.add_row(Text(c.verdict, style=colours[c.verdict]), f"  {c.name}", Text(c.value), Text(c.fix))
+    show(table)
