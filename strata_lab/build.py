@@ -28,7 +28,7 @@ from strata_lab.layers.weights import ModelWeights
 from strata_lab.memory_forecast import workspace_nbytes
 from strata_lab.models import get_family
 from strata_lab.models.base import CausalLM, WeightReader, load_weights
-from strata_lab.models.presets import PresetCheckpoint, preset_config
+from strata_lab.models.loader import open_model
 from strata_lab.prefill_lane import PrefillLane
 from strata_lab.quant import engine_granularity
 from strata_lab.quant.base import PANEL_ROWS, LinearWeight
@@ -77,7 +77,7 @@ class Builder:
         self.fallbacks: list[Fallback] = []
         self.device = _device(config.device)
         self.dtype = self._dtype(config.dtype)
-        self.checkpoint = _open(config, self.device)
+        self.checkpoint: Any = open_model(config.model, config.seed, self.device)
         self.model_config = self.checkpoint.config
         self.backend = self._backend()
         self.ceilings = self._ceilings()
@@ -160,13 +160,16 @@ class Builder:
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(self.device)
             loaded = current is not None and current.optimizations.weight_format == resolved.weight_format
-            formats = (resolved.weight_format or "bf16", resolved.kv_cache_dtype or "bf16")
-            granularity = engine_granularity(formats[0], self.device.type)
-            weights = 0 if loaded else forecast(self.model_config, *formats, granularity).stored_bytes
+            weights = 0 if loaded else self.weight_nbytes(resolved.weight_format or "bf16")
             workspace = workspace_nbytes(self.model_config, resolved.max_num_batched_tokens, resolved.max_num_seqs)
             return max(0, int(free - (1 - utilization) * total - weights - workspace))
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return min(CPU_POOL_BYTES, int(free * utilization))
+
+    def weight_nbytes(self, weight_format: str) -> int:
+        """Forecast of all weights in a format, as this engine would make them."""
+        granularity = engine_granularity(weight_format, self.device.type)
+        return forecast(self.model_config, weight_format, "bf16", granularity).stored_bytes
 
     def _stored_format(self) -> str:
         if self.dtype is torch.float32 and self.config.dtype == "float32":
@@ -238,7 +241,7 @@ class Builder:
     def _weights(self, resolved: Optimizations, current: Parts | None) -> ModelWeights:
         weight_format = resolved.weight_format
         assert weight_format is not None
-        if current is not None and current.optimizations.weight_format == weight_format:
+        if current is not None and current.weights.layers and current.optimizations.weight_format == weight_format:
             return current.weights
         task = f"loading weights as {weight_format}"
         reader = WeightReader(
@@ -309,6 +312,10 @@ class Builder:
         step.prepare(lambda fraction: self.progress("capturing the decode step", fraction))
         return self._plain(step)
 
+    def forget_captures(self) -> None:
+        """Drop every runner, and with it captures and what they hold."""
+        self._runners = {}
+
     def why_not_captured(self) -> str:
         """Why `cuda_graph` has no effect here; empty where it has."""
         if self.device.type == "cpu" and self.model_config.num_experts:
@@ -319,7 +326,7 @@ class Builder:
 
     def close(self) -> None:
         """Drop every reference to device memory and to the checkpoint."""
-        self._runners = {}
+        self.forget_captures()
         self.checkpoint.close()
 
 
@@ -333,15 +340,6 @@ def _device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device={name!r}: torch {torch.__version__} sees no CUDA device; try device='cpu'")
     return torch.device(name)
-
-
-def _open(config: EngineConfig, device: torch.device) -> Any:
-    preset = preset_config(config.model)
-    if preset is not None:
-        return PresetCheckpoint(config.model, preset, config.seed, device)
-    from strata_lab.models.loader import open_checkpoint
-
-    return open_checkpoint(config.model)
 
 
 def changed_fields(before: Optimizations, after: Optimizations) -> Mapping[str, Any]:

@@ -27,6 +27,7 @@ from strata_lab.scheduler import Scheduler
 from strata_lab.session import Intake, Prompt, TokenStream, collect
 from strata_lab.stats import EngineStats
 from strata_lab.telemetry.ceilings import Ceilings
+from strata_lab.weight_exchange import exchange, room_for
 
 __all__ = ["EngineClosedError", "EngineStats", "LLMEngine"]
 
@@ -201,7 +202,8 @@ class LLMEngine:
         """Change toggles of the running engine; returns when they are in force or refused.
 
         New weights, pools and captures are built in the calling thread while the engine goes on; the swap happens
-        between two steps. Unknown names, bad values and impossible combinations are refused with a reason, change
+        between two steps. Where memory does not hold old and new weights, requests wait while one replaces the other
+        (`weight_exchange.py`). Unknown names, bad values and impossible combinations are refused with a reason, change
         nothing, and leave the engine serving. Requests in flight continue; with a new KV pool their tokens are
         computed again.
         """
@@ -218,9 +220,12 @@ class LLMEngine:
         try:
             wish = self._wish.replace(wanted)
             after = self._builder.resolve(wish, self._loop.parts)
-            parts = self._builder.parts(after, self._loop.parts)
-            build_ms = (time.perf_counter() - started) * 1e3
-            swap_ms = self._loop.swap(parts, self._builder.new_block_manager, build_ms)
+            if room_for(self._builder, after, self._loop.parts) == "in place":
+                build_ms, swap_ms = 0.0, exchange(self._builder, self._loop, after)
+            else:
+                parts = self._builder.parts(after, self._loop.parts)
+                build_ms = (time.perf_counter() - started) * 1e3
+                swap_ms = self._loop.swap(parts, self._builder.new_block_manager, build_ms)
         except (ConfigError, MemoryError, torch.OutOfMemoryError) as error:
             return ApplyReport({n: FieldResult("refused", getattr(before, n), str(error)) for n in wanted})
         self._wish = wish

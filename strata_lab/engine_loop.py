@@ -103,7 +103,7 @@ class EngineLoop:
 
         def change() -> None:
             nonlocal took_ms
-            took_ms = self._put_in_force(parts, new_blocks, build_ms)
+            took_ms = self.put_in_force(parts, new_blocks, build_ms)
 
         self.between_steps(change)
         return took_ms
@@ -259,12 +259,17 @@ class EngineLoop:
                     self.scheduler.finish(item.request, "error", message)
                     self._sessions[item.request.request_id].end()
 
-    def _put_in_force(self, parts: Parts, new_blocks: Callable[[Parts], BlockManager], build_ms: float) -> float:
+    def settle(self) -> None:
+        """Wait for what was queued ahead of the host, and for the prompt lane."""
+        self.parts.runner.settle()
+        if self.parts.lane is not None and self.parts.lane.busy:
+            self._land(self.parts.lane)
+
+    def put_in_force(self, parts: Parts, new_blocks: Callable[[Parts], BlockManager], build_ms: float) -> float:
+        """`swap`, where no step is in flight already."""
         started = time.perf_counter()
         before, opt = self.parts, parts.optimizations
-        before.runner.settle()
-        if before.lane is not None and before.lane.busy:
-            self._land(before.lane)
+        self.settle()
         limits = {"max_model_len": parts.max_model_len}
         new_pool = parts.kv is not before.kv
         self.scheduler.configure(

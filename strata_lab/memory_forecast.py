@@ -11,6 +11,13 @@ GRAPH_BYTES = 512 << 20  # captures with their private pool, and libraries' hand
 LOGIT_COPIES = 3  # logits in float32, and what the host's sampler makes of them
 
 
+def conversion_nbytes(config: ModelConfig) -> int:
+    """Bytes that converting the largest matrix takes for a moment: as stored, in float32 twice, as codes."""
+    c = config
+    mlp = 2 * c.hidden_size * max(c.intermediate_size, c.num_experts * c.moe_intermediate_size)
+    return 12 * max(mlp, c.vocab_size * c.hidden_size)
+
+
 def workspace_nbytes(config: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int) -> int:
     """Bytes for activations of the largest step, logits, dequantized matrices of a prefill, and captures."""
     c = config

@@ -39,6 +39,7 @@ LONG_FILES: dict[str, str] = {}
 # "file: expression" that reads a toggle outside build.py and config.py -> why.
 TOGGLE_READS = {
     "strata_lab/engine.py: self.optimizations.weight_format": "shown in its repr",
+    "strata_lab/weight_exchange.py: current.optimizations.weight_format": "whether other weights are to be loaded",
 }
 # Files that may write to standard output -> why.
 PRINTERS: dict[str, str] = {

@@ -76,9 +76,9 @@ class LayerWeights:
     mlp: MlpWeights | MoeWeights
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelWeights:
-    """A whole model.
+    """A whole model; only `release` changes it.
 
     Attributes:
         embedding: [V, hidden].
@@ -91,6 +91,12 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     head: LinearWeight
+
+    def release(self) -> None:
+        """Let go of every matrix, whoever else holds this object; it cannot compute afterwards."""
+        nothing = LinearWeight("fp32", (0, 0), self.final_norm.new_empty(0, 0))
+        self.layers, self.embedding, self.head = (), nothing, nothing
+        self.__dict__.pop("_dense_and_expert_bytes", None)
 
     def linears(self) -> Iterator[LinearWeight]:
         """Every matrix once, the LM head included, the embedding only where it is not the head."""

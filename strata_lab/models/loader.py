@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
+from typing import Any
 
 from strata_lab.models import hub
 from strata_lab.models.checkpoint import Checkpoint
@@ -33,6 +34,14 @@ def open_checkpoint(model: str, *, cache_dir: Path | None = None) -> Checkpoint:
         raise CheckpointError(_not_found(model, path))
     except OSError as error:
         raise CheckpointError(f"{model} cannot be read: {error}; check the file and your rights to it") from error
+
+
+def open_model(model: str, seed: int = 0, device: Any = "cpu") -> Checkpoint:
+    """`open_checkpoint`, or a preset's random weights of that seed, made on a device."""
+    from strata_lab.models.presets import PresetCheckpoint, preset_config
+
+    preset = preset_config(model)
+    return open_checkpoint(model) if preset is None else PresetCheckpoint(model, preset, seed, device)
 
 
 def checkpoint_files(model: str) -> list[Path]:

@@ -10,6 +10,7 @@ import math
 import re
 import zlib
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,6 +90,7 @@ class PresetCheckpoint:
 
     def __init__(self, name: str, config: ModelConfig, seed: int, device: torch.device | str = "cpu") -> None:
         self.name, self.config, self.seed, self.device = name, config, seed, torch.device(device)
+        self.generation: dict[str, Any] = {}
         self._shapes = tensor_shapes(config)
 
     def names(self) -> list[str]:

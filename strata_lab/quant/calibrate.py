@@ -39,23 +39,20 @@ class Method:
     Attributes:
         round: what rounds a matrix.
         looks: whether it needs the inputs' statistics.
-        follows: whether it makes up for inputs that earlier layers have changed (`InputStats.corrected`), which takes
-            the original hidden states along as well.
         folds: whether AWQ scales the matrices first.
     """
 
     round: Callable[[Tensor, InputStats, GridFormat], LinearWeight]
     looks: bool = True
-    follows: bool = False
     folds: bool = False
 
 
 METHODS = {
     "rtn": Method(rtn.quantize, looks=False),
     "rtn-clip": Method(awq.clipped),
-    "gptq": Method(gptq.quantize, follows=True),
+    "gptq": Method(gptq.quantize),
     "awq": Method(awq.clipped, folds=True),
-    "awq-gptq": Method(gptq.quantize, follows=True, folds=True),
+    "awq-gptq": Method(gptq.quantize, folds=True),
 }
 
 
@@ -149,22 +146,17 @@ class _Walk:
         self.recorder = Recorder()
         self.forward = self._forward(source)
         self.states: list[Tensor] = []  # as the quantized layers make them
-        self.originals: list[Tensor] = []  # as the model makes them, where the method follows it
         self.sites: list[Site] = []
 
     def start(self) -> None:
         """Embed the text."""
         self.states = [self.forward.embed(sequence) for sequence in self.sequences]
-        self.originals = list(self.states) if self.method.follows else []
 
     def _forward(self, source: WeightSource) -> Forward:
         return Forward(source, self.device, {"linear": self.recorder.linear, "moe_mlp": self.recorder.moe_mlp})
 
     def replay(self, index: int, over: Over) -> None:
         """Go through layer `index`, which is quantized already."""
-        if self.originals:
-            layer = self.forward.load_layer(index)
-            self.originals = [self.forward.layer(state, layer) for state in self.originals]
         if self.states:
             self.layer = self._forward(over(self.source)).load_layer(index)
             self.advance()
@@ -175,11 +167,7 @@ class _Walk:
         sites = layer_sites(prefix, self.config, self.layer)
         self.sites = list(sites)
         self.recorder.watch(sites)
-        for number, state in enumerate(self.states):
-            if self.originals:
-                self.recorder.remember()
-                self.originals[number] = self.forward.layer(self.originals[number], self.layer)
-            self.recorder.count(state)
+        for state in self.states:
             self.forward.layer(state, self.layer)
         self.recorder.rest()
         if not self.method.folds:

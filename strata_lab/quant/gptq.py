@@ -20,6 +20,9 @@ Choices, all of them of detail:
   they are fitted to the original weights. Otherwise columns come from left to right and a group's scales are
   fitted to its weights as they are when it is reached.
 * `clip` fits scales by the search of `rtn.py` instead of covering the largest weight.
+* Sweeps: once all columns have a code, each is chosen again, given all the others. With e = w - q the output error as a
+  function of q_k alone is smallest at q_k + (H e)_k / H_kk; the code nearest to that is the best one, so an error never
+  grows (coordinate descent). It costs as much as the first pass and takes off about another twentieth.
 """
 
 from __future__ import annotations
@@ -31,9 +34,10 @@ from strata_lab.quant.base import LinearWeight
 from strata_lab.quant.grid import Grid, GridFormat
 from strata_lab.quant.groups import grouped
 from strata_lab.quant.rtn import best_grid, check_inputs, grouped_importance, join
-from strata_lab.quant.stats import FLOAT64_COLUMNS, InputStats
+from strata_lab.quant.stats import InputStats
 
 BLOCK = 128  # columns between two updates of all that follow; every group size divides it
+FLOAT64_COLUMNS = 4096  # up to here the factors are computed in float64: 134 MB each
 ATTEMPTS = 8  # at damping; the last one multiplies it by 10^7, where H is a multiple of the identity
 
 
@@ -43,7 +47,7 @@ def quantize(
     format: GridFormat,
     *,
     damping: float = 0.01,
-    inertia: float = 0.1,
+    sweeps: int = 2,
     act_order: bool = True,
     clip: bool = True,
 ) -> LinearWeight:
@@ -56,6 +60,7 @@ def quantize(
         damping: share of the mean diagonal added to H, positive.
         act_order: columns with large inputs first.
         clip: search scales.
+        sweeps: how often to go over all columns again; 0 is GPTQ as published.
 
     Raises:
         ValueError: numbers the format cannot store, statistics of another width, a damping that is not positive.
@@ -66,7 +71,7 @@ def quantize(
     k = w.shape[1]
     order = torch.argsort(stats.gram.diagonal(), descending=True, stable=True) if act_order else None
     upper = _inverse_factor(stats, damping, order).to(w.device)
-    work = stats.corrected(w.float(), inertia).T.contiguous()  # [K, N]: a column of w is a row here
+    work = w.float().T.contiguous()  # [K, N]: a column of w is a row here
     scales = _Scales(work, stats, format, clip)
     if order is not None:
         order = order.to(w.device)
@@ -78,7 +83,26 @@ def quantize(
         stop = min(start + BLOCK, k)
         errors = _round_block(work[start:stop], upper[start:stop, start:stop], columns[start:stop], scales, codes)
         work[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
+    if sweeps and stats.count:
+        h = stats.gram.to(device=w.device, dtype=torch.float32, copy=True)
+        h.diagonal().add_(damping * h.diagonal().mean())
+        _sweep(w.float().T.contiguous(), h, columns * sweeps, scales, codes)
     return format.assemble(codes.T.contiguous(), scales.grid())
+
+
+def _sweep(w: Tensor, h: Tensor, columns: list[int], scales: _Scales, codes: Tensor) -> None:
+    """Choose the codes [K, N] of the columns again, one after the other; w is [K, N] too."""
+    format = scales.format
+    q = torch.stack([format.decode(codes[k][:, None, None], scales.of(k, w)).flatten() for k in range(len(w))])
+    pull = h @ (w - q)  # how much less output error a small step of q is worth, [K, N]
+    diagonal = h.diagonal().tolist()
+    for k in columns:
+        grid = scales.of(k, w)
+        code = format.encode((q[k] + pull[k] / diagonal[k])[:, None, None], grid)
+        step = format.decode(code, grid).flatten() - q[k]
+        pull.addr_(h[:, k], step, alpha=-1)
+        q[k] += step
+        codes[k] = code.flatten()
 
 
 def _round_block(work: Tensor, upper: Tensor, columns: list[int], scales: _Scales, codes: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import functools
 import gc
 import io
 import json
+import os
 import shutil
 import struct
 import sys
@@ -277,6 +278,13 @@ OPCODES = [
 GLOBALS = [b"cos\nsystem\n", b"cbuiltins\neval\n", b"ctorch._utils\n_rebuild_tensor_v2\n",
            b"ccollections\nOrderedDict\n",
            b"cbuiltins\nbytearray\n", b"X\x05\x00\x00\x00touch", b"ctorch\nload\n", b"c__main__\nX\n"]  # fmt: skip
+
+
+def test_the_watcher_sees_code_that_runs() -> None:
+    with watched() as seen:
+        eval("1 + 1")
+        os.system("true")
+    assert [event for event, arguments in seen if runs_code(event, arguments)] == ["exec", "os.system"]
 
 
 @FUZZ

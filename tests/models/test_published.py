@@ -7,9 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from strata_lab.models.awq import AwqReader
 from strata_lab.models.checkpoint import is_linear
 from strata_lab.models.compressed_tensors import CompressedTensorsReader
 from strata_lab.models.fp8_block import Fp8Reader
+from strata_lab.models.gptq import GptqReader
 from strata_lab.models.loader import CheckpointError, open_checkpoint
 from strata_lab.models.packed import Notes
 from strata_lab.models.quant_parts import Settings
@@ -360,6 +362,21 @@ def test_a_block_scale_is_never_taken_for_a_row_scale(config, shape) -> None:
     weight = reader.linear("model.layers.0.mlp.up_proj.weight", Notes())
     assert (weight.format, weight.group_size) == ("fp8", 128)
     assert np.array_equal(pub.as_float64(weight), values)
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (16, 200), (8, 72)])
+@pytest.mark.parametrize("case", ["gptq v1", "gptq sym", "gptq 128", "gptq 8 bit", "awq", "ct int4", "ct int4 asym"])
+def test_columns_that_fill_no_block_of_32_are_read_too(case, shape) -> None:
+    settings, make, form, *_ = CASES[case]
+    made, values = make(shape, np.random.default_rng(0))
+    files = InMemory({f"model.layers.0.mlp.up_proj.{part}": tensor for part, tensor in made.items()})
+    reader = {"g": GptqReader, "a": AwqReader, "c": CompressedTensorsReader}[case[0]](files, Settings("here", settings))
+    weight = reader.linear("model.layers.0.mlp.up_proj.weight", Notes())
+    assert weight.format == form
+    if form == "int4":
+        assert weight.data.shape == (shape[0], -(-shape[1] // 32) * 16)
+    assert (np.abs(pub.as_float64(weight) - values) <= pub.rounding_of_minima(weight)).all()
+    assert np.allclose(get_format(form).dequantize(weight).numpy(), pub.as_float64(weight), rtol=1e-6, atol=1e-7)
 
 
 class InMemory:

@@ -133,23 +133,6 @@ def test_the_inputs_counted_are_those_of_the_quantized_layers_before(llama: Any)
     torch.testing.assert_close(gram, expected.T @ expected, rtol=1e-4, atol=1e-3)
 
 
-def test_an_error_counts_in_proportion_to_the_state_it_is_added_to(llama: Any) -> None:
-    recorder, x = Recorder(), torch.randn(5, 64) * torch.tensor([1.0, 1.0, 1.0, 1.0, 500.0])[:, None]
-    layer = owned(Forward(llama).load_layer(0))
-    sites = layer_sites("model.layers.0.", llama.config, layer)
-    recorder.watch(sites)
-    recorder.count(x)
-    h, inner = torch.randn(5, 64), torch.randn(5, 96)
-    recorder.linear(h, layer.attention.qkv)
-    y = recorder.linear(h, layer.attention.out)
-    z = recorder.linear(inner, layer.mlp.down)
-    usual = x.square().mean(dim=1).sqrt().median()
-    for site, inputs, state in ((sites.out, h, x + y), (sites.down[0], inner, x + y + z)):
-        weighted = inputs * (usual / state.square().mean(dim=1).sqrt())[:, None]
-        torch.testing.assert_close(site.stats.gram, weighted.T @ weighted)
-    torch.testing.assert_close(sites.qkv.stats.gram, h.T @ h)  # a norm stands before it
-
-
 def _spied(found: dict[str, list[Tensor]], x: Tensor, w: LinearWeight) -> Tensor:
     found.setdefault(f"{w.shape[0]}x{w.shape[1]}", []).append(x)
     return torch.nn.functional.linear(x, w.data)
@@ -176,7 +159,6 @@ def test_folding_leaves_the_model_as_it_is(family: tuple[Any, Any]) -> None:
     before = forward.layer(x, layer)
     sites = layer_sites("model.layers.0.", checkpoint.config, layer)
     recorder.watch(sites)
-    recorder.count(x)
     forward.layer(x, layer)
     recorder.rest()
     originals = [site.weight.clone() for site in sites]
