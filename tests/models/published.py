@@ -11,7 +11,7 @@ of 32, 64 and 128). Every matrix was within the rounding of its float16 minima.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -202,17 +202,3 @@ def rounding_of_minima(weight: LinearWeight) -> np.ndarray | float:
         return 0.0
     groups = np.arange(weight.shape[1]) // weight.group_size
     return (np.abs(weight.mins.double().numpy()) * 2.0**-11 + 2.0**-25)[:, groups]
-
-
-def open_descriptors(folder: Path) -> Iterator[str]:
-    """What this process has open or mapped inside a folder (Linux)."""
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            target = str(link.readlink())
-        except OSError:
-            continue
-        if target.startswith(str(folder)):
-            yield target
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if str(folder) in line:
-            yield line

@@ -5,7 +5,6 @@ Every example damages one good folder (or GGUF file) in a random way, opens it a
 
 from __future__ import annotations
 
-import functools
 import gc
 import io
 import json
@@ -31,6 +30,7 @@ from strata_lab.models.conversion import open_gguf
 from strata_lab.models.loader import CheckpointError, open_checkpoint
 from tests.checkpoints import write_checkpoint, write_gguf
 from tests.models import published as pub
+from tests.models.watch import open_descriptors, runs_code, watched
 
 FUZZ = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 KINDS = {
@@ -88,9 +88,9 @@ def read_everything(path: Path, cache: Path | None = None) -> bool:
 def assert_nothing_is_open(folder: Path) -> None:
     if sys.platform != "linux":
         return
-    if list(pub.open_descriptors(folder)):
+    if list(open_descriptors(folder)):
         gc.collect()  # an exception's traceback may hold them until its cycle is found
-    assert list(pub.open_descriptors(folder)) == []
+    assert list(open_descriptors(folder)) == []
 
 
 def split(raw: bytes) -> tuple[dict, bytes]:
@@ -100,45 +100,6 @@ def split(raw: bytes) -> tuple[dict, bytes]:
 
 def join(header: str, data: bytes) -> bytes:
     return struct.pack("<Q", len(header.encode())) + header.encode() + data
-
-
-@functools.cache
-def _recorder() -> list[list]:
-    """Where the audit events of this process go while somebody watches; a hook stays for good, so there is one."""
-    watchers: list[list] = []
-
-    def hook(event: str, arguments: tuple) -> None:
-        if watchers and event in (
-            "open",
-            "exec",
-            "os.system",
-            "subprocess.Popen",
-            "os.exec",
-            "os.posix_spawn",
-            "os.fork",
-        ):
-            watchers[-1].append((event, arguments))
-
-    sys.addaudithook(hook)
-    return watchers
-
-
-@contextmanager
-def watched() -> Iterator[list[tuple[str, tuple]]]:
-    """Collects what Python code opens and runs meanwhile, as (event, arguments)."""
-    seen: list[tuple[str, tuple]] = []
-    _recorder().append(seen)
-    try:
-        yield seen
-    finally:
-        _recorder().remove(seen)
-
-
-def runs_code(event: str, arguments: tuple) -> bool:
-    """Whether an event is the start of a process or of code that came as text (modules come from files)."""
-    if event == "exec":
-        return getattr(arguments[0], "co_filename", "").startswith("<string")
-    return event != "open"
 
 
 JUNK = st.recursive(

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from strata_lab.models.loader import CheckpointError, open_checkpoint
 from tests.checkpoints import write_checkpoint
 from tests.models import published as pub
+from tests.models.watch import open_descriptors
 from tests.test_models import our_logits
 
 
@@ -82,7 +83,7 @@ def test_a_pickle_is_mapped_and_let_go(folder, state) -> None:
         checkpoint.linear("lm_head.weight")
     assert torch.equal(weight.data, state["lm_head.weight"])
     del weight, checkpoint
-    assert list(pub.open_descriptors(folder)) == []
+    assert list(open_descriptors(folder)) == []
 
 
 def test_a_quantized_pickle_is_read_like_a_quantized_safetensors_file(tmp_path) -> None:

@@ -1,0 +1,87 @@
+"""The default model quantized: what each format and method may cost, on the evaluation text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strata_lab.models.hub import find_model
+from strata_lab.models.loader import open_checkpoint
+from strata_lab.quant import convert, get_grid_format, head_format
+from strata_lab.quant.calibrate import quantize_model
+from strata_lab.quant.forward import sequence_logits
+from strata_lab.quant.overlay import Overlay
+from strata_lab.quant.quality import Comparison, compare
+from strata_lab.quant.texts import text, windows
+
+MODEL = "smollm2-135m"
+HEAD = "model.embed_tokens.weight"  # tied: embedding and head
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_model(MODEL) is None, reason=f"{MODEL} is not installed; run `make model`"),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Iterator[Any]:
+    opened = open_checkpoint(MODEL)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def evaluation(checkpoint: Any) -> list[list[int]]:
+    return windows(checkpoint.tokenizer().encode(text("evaluation"), add_special_tokens=False), 512)[:4]
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Any, evaluation: list[list[int]]) -> Callable[[Sequence[int]], Tensor]:
+    logits = sequence_logits(checkpoint)
+    known = {tuple(sequence): logits(sequence) for sequence in evaluation}
+    return lambda sequence: known[tuple(sequence)]
+
+
+def rounded(checkpoint: Any, name: str, granularity: str | None, layers: int | None = None) -> Overlay:
+    """All matrices, or those of the first layers, to nearest; the head as the engine would keep it."""
+    overlay = Overlay(checkpoint)
+    for one in quantize_model(checkpoint, [], get_grid_format(name, granularity), "rtn"):
+        if layers is None or int(one.name.split(".")[2]) < layers:
+            overlay.put(one.name, one.value)
+    overlay.put(HEAD, convert(checkpoint.linear(HEAD), head_format(name)))
+    return overlay
+
+
+@pytest.mark.parametrize(
+    ("name", "granularity"), [("fp8", None), ("fp8", "block128"), ("int8", None), ("int8", "channel")]
+)
+def test_eight_bits_cost_at_most_half_a_percent_of_perplexity(
+    name: str, granularity: str | None, checkpoint: Any, evaluation: list[list[int]], reference: Any
+) -> None:
+    found = compare(reference, sequence_logits(rounded(checkpoint, name, granularity)), evaluation)
+    assert found.perplexity - found.reference_perplexity < max(0.05, 0.005 * found.reference_perplexity)
+
+
+def test_gptq_takes_more_than_half_off_the_loss_of_four_bits(
+    checkpoint: Any, evaluation: list[list[int]], reference: Any
+) -> None:
+    """The first six layers in groups of 64, calibrated on the other text: mean KL against the stored model."""
+    layers, fmt = 6, get_grid_format("int4", "group64")
+    tokens = windows(checkpoint.tokenizer().encode(text("calibration"), add_special_tokens=False), 512)
+    overlay = Overlay(checkpoint)
+    for one in quantize_model(checkpoint, tokens, fmt, "gptq"):
+        if int(one.name.split(".")[2]) == layers:
+            break
+        overlay.put(one.name, one.value)
+    nearest, gptq = (_loss(reference, o, evaluation) for o in (rounded(checkpoint, "int4", "group64", layers), overlay))
+    assert gptq.mean_kl < 0.5 * nearest.mean_kl
+    assert gptq.top1_agreement > nearest.top1_agreement
+
+
+def _loss(reference: Any, overlay: Overlay, evaluation: list[list[int]]) -> Comparison:
+    with torch.inference_mode():
+        return compare(reference, sequence_logits(overlay), evaluation)
