@@ -90,9 +90,7 @@ class Builder:
         if self.backend != "triton":
             return None
         self.progress("measuring the card", 0.0)
-        measured = ceilings(self.device)
-        self.progress("measuring the card", 1.0)
-        return measured
+        return ceilings(self.device)
 
     # -- what a wish means here ---------------------------------------------------------------------------------
 
@@ -249,7 +247,10 @@ class Builder:
             engine_granularity(weight_format, self.device.type),
         )  # fmt: skip
         with torch.no_grad():
-            return load_weights(reader, get_family(self.model_config.architecture))
+            made = load_weights(reader, get_family(self.model_config.architecture))
+        notes = [Fallback("checkpoint", note) for note in self.checkpoint.notes()]
+        self.fallbacks += [note for note in notes if note not in self.fallbacks]
+        return made
 
     def _pack(self) -> Callable[[LinearWeight], LinearWeight]:
         if self.backend != "cpu":
