@@ -59,8 +59,10 @@ class PlainAttention:
         self.config, self.ops = config, ops
         self.scale = config.head_dim**-0.5
 
-    def __call__(self, x: Tensor, w: AttentionWeights, step: StepContext, kv: LayerKV) -> Tensor:
-        """[T, hidden] -> [T, hidden], residual included."""
+    def __call__(
+        self, x: Tensor, w: AttentionWeights, step: StepContext, kv: LayerKV, ahead: Tensor | None = None
+    ) -> Tensor:
+        """[T, hidden] -> [T, hidden], residual included; `ahead` is for fused operators."""
         c, ops = self.config, self.ops
         num_q, num_k = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
         h = ops.rms_norm(x, w.norm, c.rms_norm_eps)
@@ -88,14 +90,16 @@ class FusedAttention:
         self.config, self.ops = config, ops
         self.scale = config.head_dim**-0.5
 
-    def __call__(self, x: Tensor, w: AttentionWeights, step: StepContext, kv: LayerKV) -> Tensor:
-        """[T, hidden] -> [T, hidden], residual included."""
+    def __call__(
+        self, x: Tensor, w: AttentionWeights, step: StepContext, kv: LayerKV, ahead: Tensor | None = None
+    ) -> Tensor:
+        """[T, hidden] -> [T, hidden], residual included; `ahead`: what the MLP will read whole."""
         c, ops = self.config, self.ops
         qkv = ops.linear(x, w.qkv, w.qkv_bias, norm_weight=w.norm, norm_eps=c.rms_norm_eps)
         out = ops.qkv_attention(
             qkv, step.cos, step.sin, w.q_norm, w.k_norm, c.rms_norm_eps, kv.k, kv.v, step.slot_mapping,
             step.block_tables, step.seq_lens, step.cu_seqlens_q, num_q_heads=c.num_q_heads,
             num_kv_heads=c.num_kv_heads, max_q_len=step.max_q_len, scale=self.scale, k_scale=kv.k_scale,
-            v_scale=kv.v_scale,
+            v_scale=kv.v_scale, ahead=ahead,
         )  # fmt: skip
         return ops.linear(out, w.out, residual=x)

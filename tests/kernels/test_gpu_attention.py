@@ -10,7 +10,8 @@ from torch import Tensor
 
 from strata_lab.kernels.gpu import launch
 from strata_lab.kernels.gpu.attention import paged_attention_triton, qkv_attention_triton
-from strata_lab.kernels.gpu.attention_decode import DecodeConfig, decode, decode_fused
+from strata_lab.kernels.gpu.attention_config import AHEAD_BYTES, DecodeConfig, ahead_bytes
+from strata_lab.kernels.gpu.attention_decode import decode, decode_fused
 from strata_lab.kernels.gpu.attention_prefill import PrefillConfig, prefill
 from strata_lab.kernels.gpu.kv_write import qkv_rope_append_triton
 from strata_lab.kernels.paged_attention import SPEC, paged_attention_ref, paged_inputs
@@ -249,7 +250,8 @@ def test_decode_at_real_sizes(lengths: list[int], dtype: torch.dtype, kv_dtype: 
     inputs, other = (fused_inputs(lengths, (32, 4, 128), device, kv_dtype=kv_dtype, scales=scales) for _ in range(2))
     for x in (inputs, other):
         x["qkv"] = x["qkv"].to(dtype)
-    out = [qkv_attention_triton(**inputs) for _ in range(3)]
+    later = torch.zeros(1000, 4097, dtype=torch.uint8, device=device)  # weights that a later kernel would read
+    out = [qkv_attention_triton(**inputs, ahead=ahead) for ahead in (None, None, later)]
     assert all(torch.equal(out[0], more) for more in out[1:])
     qkv_rope_append_ref(
         *(wide(other)[n] for n in ("qkv", "cos", "sin", "q_norm_weight", "k_norm_weight", "eps")),
@@ -305,3 +307,10 @@ def test_a_captured_step_follows_new_lengths(max_q_len: int) -> None:
     assert torch.equal(out, qkv_attention_triton(**inputs))
     assert out.flatten(1).any(dim=1).tolist() == [True, False, False]
     assert not launch.INTERPRETED
+
+
+def test_no_more_is_asked_for_than_is_stored_than_time_and_than_the_cache_allow() -> None:
+    assert ahead_bytes(1000, 50 << 20) == 1000
+    assert ahead_bytes(1 << 30, 50 << 20) == AHEAD_BYTES
+    assert ahead_bytes(1 << 30, 6 << 20) < 3 << 20
+    assert ahead_bytes(1 << 30, 0) == 0
