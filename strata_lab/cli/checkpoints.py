@@ -37,7 +37,9 @@ def convert(
         list[str] | None,
         typer.Option(help="PATTERN or PATTERN=FORMAT for matrices to keep as stored or in a format; repeatable."),
     ] = None,
-    head: Annotated[str | None, typer.Option(help="Format of embedding and head. Default: never below int8.")] = None,
+    head: Annotated[
+        str | None, typer.Option(help="Format of embedding and head. Default: int8 with quantized layers.")
+    ] = None,
     kv_scales: Annotated[bool, typer.Option("--kv-scales", help="Calibrate scales for an FP8 cache.")] = False,
     sequences: Annotated[int, typer.Option(help=f"Sequences of {WINDOW} tokens to calibrate with.")] = SEQUENCES,
     device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
@@ -45,7 +47,7 @@ def convert(
 ) -> None:
     """Write a model as a quantized checkpoint, one layer in memory at a time; goes on where it was interrupted."""
     from strata_lab.models.loader import checkpoint_files, open_checkpoint
-    from strata_lab.quant.convert import ConvertSettings, convert_checkpoint
+    from strata_lab.quant.convert_model import ConvertSettings, convert_checkpoint
 
     settings = ConvertSettings(weights, granularity, method, tuple(keep or ()), head, kv_scales)
     opened = open_checkpoint(source)
@@ -84,7 +86,8 @@ def calibration_tokens(checkpoint: Any, file: Path | None, sequences: int) -> li
             content = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"calibration={str(file)!r} cannot be read as UTF-8 text: {error}") from error
-    found: Sequence[list[int]] = windows(tokenizer.encode(content), WINDOW)[: max(sequences, 1)]
+    length = min(WINDOW, checkpoint.config.max_position)
+    found: Sequence[list[int]] = windows(tokenizer.encode(content), length)[: max(sequences, 1)]
     if not found or len(found[0]) < 2:
         raise ConfigError(f"calibration={str(file)!r} holds no text; give some thousand words")
     return list(found)

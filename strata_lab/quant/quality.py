@@ -43,7 +43,7 @@ def perplexity(logits: Logits, sequences: Sequence[Sequence[int]]) -> float:
     for sequence in _predicted(sequences):
         nats += _nats(_log_probabilities(logits, sequence), sequence)
         tokens += len(sequence) - 1
-    return math.exp(nats / tokens)
+    return _exp(nats / tokens)
 
 
 def compare(reference: Logits, candidate: Logits, sequences: Sequence[Sequence[int]]) -> Comparison:
@@ -56,7 +56,7 @@ def compare(reference: Logits, candidate: Logits, sequences: Sequence[Sequence[i
         kl += torch.where(ours > -torch.inf, ours.exp() * (ours - theirs), 0.0).sum(dtype=torch.float64).item()
         agree += int((ours.argmax(dim=-1) == theirs.argmax(dim=-1)).sum())
         tokens += len(sequence) - 1
-    before, after = (math.exp(total / tokens) for total in nats)
+    before, after = (_exp(total / tokens) for total in nats)
     return Comparison(tokens, before, after, kl / tokens, agree / tokens)
 
 
@@ -77,6 +77,14 @@ def divergence(candidate: Logits, prompt: Sequence[int], reference: Sequence[int
     sequence = [*prompt, *reference]
     chosen = candidate(sequence[:-1])[len(prompt) - 1 :].argmax(dim=-1).tolist()
     return next((i for i, (ours, theirs) in enumerate(zip(reference, chosen, strict=True)) if ours != theirs), None)
+
+
+def _exp(nats: float) -> float:
+    """Infinite where a float is too small: a ruined model can be that sure of the wrong token."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
 
 
 def _predicted(sequences: Sequence[Sequence[int]]) -> list[Sequence[int]]:

@@ -20,6 +20,7 @@ from strata_lab.models.errors import CheckpointError
 from strata_lab.quant import get_format, variant_of
 from strata_lab.quant.base import LinearWeight
 from strata_lab.quant.forward import Forward
+from strata_lab.tokenizer import TokenizerError
 
 Verdict = Literal["ok", "warn", "fail"]
 SUSPICIOUS = 1e4  # a weight of this magnitude is rather a bit flip than trained
@@ -78,7 +79,7 @@ def _answered(name: str, ask: Callable[[], Iterator[Line]]) -> list[Line]:
         found.extend(ask())
     except StructuralIncompatibilityError as error:
         found.append(Line(name, f"{error.tensor}: found {error.found}, expected {error.expected}", "fail", error.fix))
-    except CheckpointError as error:
+    except (CheckpointError, TokenizerError) as error:
         found.append(Line(name, str(error), "fail", "fetch the model again"))
     return found
 
@@ -133,6 +134,10 @@ def _causal(checkpoint: Checkpoint) -> Line:
     with torch.no_grad():
         layer = forward.load_layer(0)
         both = [forward.layer(forward.embed([i % vocab for i in (1, 5, 9, last)]), layer)[:3] for last in (2, 7)]
+    if not all(bool(torch.isfinite(one).all()) for one in both):
+        raise StructuralIncompatibilityError(
+            "layer 0", "results that are not finite", "finite ones", "see the line on values"
+        )  # fmt: skip
     moved = float((both[0] - both[1]).abs().max())
     if moved:
         raise StructuralIncompatibilityError(
@@ -210,7 +215,7 @@ def _tokenizer(checkpoint: Checkpoint) -> Iterator[Line]:
 
 
 def _values(checkpoint: Checkpoint, progress: Callable[[str, float], None]) -> Iterator[Line]:
-    """Every number once: finite, and scales positive."""
+    """Every number once: finite, and scales of the sign that their format gives them."""
     names, largest, where, zeros = checkpoint.names(), 0.0, "", []
     for count, name in enumerate(names):
         progress(f"reading {name}", count / len(names))
@@ -223,7 +228,7 @@ def _values(checkpoint: Checkpoint, progress: Callable[[str, float], None]) -> I
             zeros.append(name)
         if peak > largest:
             largest, where = peak, name
-    yield Line("values", f"{len(names)} tensors finite, scales positive")
+    yield Line("values", f"{len(names)} tensors finite, no scale of a wrong sign")
     if zeros:
         fix = "a pruned or padded tensor is fine; otherwise fetch again"
         yield Line("empty tensors", f"{len(zeros)} hold nothing but zeros, first {zeros[0]}", "warn", fix)
@@ -239,7 +244,8 @@ def _matrix(name: str, weight: LinearWeight) -> float:
     """The largest magnitude of a matrix; raises for what is not finite."""
     if weight.scales is not None:
         _finite(name, weight.scales, "scale")
-        if bool((weight.scales < 0).any()):
+        turned = weight.format == "int4" and weight.mins is None  # its sign says which side of zero has more codes
+        if not turned and bool((weight.scales < 0).any()):
             lowest = float(weight.scales.float().min())
             raise StructuralIncompatibilityError(name, f"a scale of {lowest:g}", "scales from 0 on", "convert it again")
     if weight.mins is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from strata_lab import quant
 from strata_lab.config import ConfigError
 from strata_lab.engine import LLMEngine
 from strata_lab.models.checkpoint import is_linear
@@ -18,7 +21,7 @@ from strata_lab.models.errors import CheckpointError
 from strata_lab.models.loader import checkpoint_files, open_checkpoint
 from strata_lab.models.strata_folder import StrataCheckpoint
 from strata_lab.quant import convert, get_format
-from strata_lab.quant.convert import ConvertSettings, convert_checkpoint
+from strata_lab.quant.convert_model import ConvertSettings, convert_checkpoint
 from strata_lab.request import SamplingParams
 from tests.checkpoints import VOCAB, write_checkpoint
 
@@ -29,6 +32,13 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 @pytest.fixture(scope="module", params=["qwen2", "qwen3_moe"])
 def source(request: Any, tmp_path_factory: Any) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("source") / request.param, request.param, num_hidden_layers=3)[0]
+
+
+def test_no_module_of_the_package_hides_a_function_of_the_same_name() -> None:
+    """Importing `package.name` binds `name` in the package: whoever imports the function later would get the module."""
+    modules = {module.name for module in pkgutil.iter_modules(quant.__path__)}
+    functions = {name for name, value in vars(quant).items() if inspect.isfunction(value)}
+    assert "convert" in functions and modules & functions == set()
 
 
 def run(source: Path, destination: Path, progress: Any = None, **settings: Any) -> Any:
@@ -58,9 +68,7 @@ def test_every_matrix_is_what_a_direct_conversion_gives(
             assert torch.equal(after.tensor(name), before.tensor(name)), name
             continue
         kept = "embed" in name or "head" in name
-        expected = convert(
-            before.linear(name), "int8" if kept and weights == "int4" else weights, None if kept else granularity
-        )
+        expected = convert(before.linear(name), "int8" if kept else weights, None if kept else granularity)
         found = after.linear(name)
         assert (found.format, found.shape, found.group_size) == (expected.format, expected.shape, expected.group_size)
         assert torch.equal(get_format(found.format).dequantize(found), get_format(expected.format).dequantize(expected))
@@ -192,7 +200,7 @@ import sys, threading, time
 from pathlib import Path
 import torch
 from strata_lab.models.loader import open_checkpoint
-from strata_lab.quant.convert import ConvertSettings, convert_checkpoint
+from strata_lab.quant.convert_model import ConvertSettings, convert_checkpoint
 torch.set_num_threads(1)
 
 def anonymous():  # memory of its own: pages of the mapped source can be dropped at any time

@@ -25,7 +25,7 @@ from strata_lab.config import ConfigError
 from strata_lab.models.checkpoint import Checkpoint, is_linear
 from strata_lab.models.strata_folder import MANIFEST, VERSION, StrataCheckpoint
 from strata_lab.quant import convert as to_format
-from strata_lab.quant import get_format, get_grid_format, head_format
+from strata_lab.quant import get_format, get_grid_format
 from strata_lab.quant.base import LinearWeight
 from strata_lab.quant.cache_scales import cache_scales
 from strata_lab.quant.calibrate import METHODS, Quantized, quantize_model
@@ -40,6 +40,7 @@ from strata_lab.quant.convert_files import (
     write_tensors,
 )
 
+HEADS = {"fp8": "int8", "int8": "int8", "int4": "int8"}  # format of the layers -> of embedding and head
 Progress = Callable[[str, float], None]
 CALIBRATED = tuple(m for m in METHODS if m != "rtn")
 
@@ -54,7 +55,8 @@ class ConvertSettings:
         method: how codes are chosen: "rtn" rounds to nearest; "gptq", "awq" and others need a calibration text.
         keep: rules "PATTERN" or "PATTERN=FORMAT" for canonical names; the first that fits decides: kept as stored, or
             in that format.
-        head: format of embedding and LM head; None is that of the layers, but never below 8 bits.
+        head: format of embedding and LM head; None is int8 with all quantized layers: what three mantissa bits or four
+            bits round there goes straight into the logits and costs more than in all layers together.
         kv_scales: whether to calibrate scales for an FP8 cache.
     """
 
@@ -87,7 +89,7 @@ class ConvertSettings:
             if fnmatch.fnmatchcase(name, pattern):
                 return (kept, None) if kept else None
         if name.endswith(("embed_tokens.weight", "lm_head.weight")):
-            return self.head or head_format(self.weights), None
+            return self.head or HEADS.get(self.weights, self.weights), None
         return self.weights, self.granularity
 
 

@@ -1,0 +1,125 @@
+"""What each format and method costs in quality: perplexity, KL and agreement beside the source, as a results file.
+
+`python -m strata_lab.bench.quality [--variants gptq:int4:group64 ...]` quantizes a model in memory and compares it with
+its source on two texts: the project's evaluation text, on which methods were developed, and the benchmarks' prose, on
+which nobody tuned anything. Embedding and head stay as they are stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from strata_lab.bench.harness import Environment, Record, write_results
+from strata_lab.bench.workloads import TEXT_FILE
+from strata_lab.config import DEFAULT_MODEL, ConfigError
+
+SCRIPT = "python -m strata_lab.bench.quality"
+VARIANTS = (
+    "rtn:int8:group32", "rtn:int8:channel", "gptq:int8:channel", "rtn:fp8:channel", "gptq:fp8:channel",
+    "rtn:int4:group128", "rtn:int4:group64", "awq:int4:group64", "gptq:int4:group64", "gptq:int4:group64-asym",
+)  # fmt: skip
+WINDOW, WINDOWS, CALIBRATION = 512, 8, 18  # tokens of a sequence; sequences of each text; of the calibration
+
+
+def measure(model: str, variants: Sequence[str], windows_of_each: int) -> Iterator[Record]:
+    """A record per variant, as soon as it is there."""
+    import torch
+
+    from strata_lab.models.loader import open_checkpoint
+    from strata_lab.quant.forward import sequence_logits
+    from strata_lab.quant.quality import compare
+    from strata_lab.quant.texts import text, windows
+
+    environment = Environment.now("cpu")
+    source: Any = open_checkpoint(model)
+    tokenizer = source.tokenizer()
+    if tokenizer is None:
+        raise ConfigError(f"{model} has no tokenizer, so there is no text to judge by; try {DEFAULT_MODEL}")
+
+    def cut(content: str, most: int) -> list[list[int]]:
+        return windows(tokenizer.encode(content, add_special_tokens=False), WINDOW)[:most]
+
+    texts = {
+        "evaluation": cut(text("evaluation"), windows_of_each),
+        "unseen": cut(TEXT_FILE.read_text(encoding="utf-8"), windows_of_each),
+    }
+    calibration = cut(text("calibration"), CALIBRATION)
+    with torch.inference_mode():
+        plain = sequence_logits(source)
+        known = {tuple(s): plain(s) for sequences in texts.values() for s in sequences}
+        del plain
+    for variant in variants:
+        started = time.perf_counter()
+        overlay, nbytes = quantized(source, variant, calibration)
+        seconds = time.perf_counter() - started
+        metrics: dict[str, Any] = {"quantize_s": seconds, "layer_bytes": nbytes}
+        with torch.inference_mode():
+            changed = sequence_logits(overlay)
+            for name, sequences in texts.items():
+                found = compare(lambda s: known[tuple(s)], changed, sequences)
+                metrics |= {
+                    f"{name}_tokens": found.tokens, f"{name}_reference": found.reference_perplexity,
+                    f"{name}_perplexity": found.perplexity,
+                    f"{name}_relative": found.perplexity / found.reference_perplexity - 1,
+                    f"{name}_kl": found.mean_kl, f"{name}_top1": found.top1_agreement,
+                }  # fmt: skip
+        method, weights, granularity = variant.split(":")
+        conditions = {
+            "model": model, "method": method, "weights": weights, "granularity": granularity,
+            "calibration_tokens": 0 if method == "rtn" else sum(map(len, calibration)), "head": "as stored",
+        }  # fmt: skip
+        yield environment.record(f"quality/{variant}", script=SCRIPT, conditions=conditions, metrics=metrics)
+
+
+def quantized(source: Any, variant: str, calibration: Sequence[Sequence[int]]) -> tuple[Any, int]:
+    """The source with all matrices of its layers in a variant ("method:format:granularity"), and their bytes."""
+    from strata_lab.quant import get_grid_format
+    from strata_lab.quant.base import LinearWeight
+    from strata_lab.quant.calibrate import quantize_model
+    from strata_lab.quant.overlay import Overlay
+
+    if variant.count(":") != 2:
+        raise ConfigError(f"variant {variant!r} must be METHOD:FORMAT:GRANULARITY; try {VARIANTS[0]!r}")
+    method, weights, granularity = variant.split(":")
+    overlay, nbytes = Overlay(source), 0
+    for one in quantize_model(source, calibration, get_grid_format(weights, granularity), method):
+        overlay.put(one.name, one.value)
+        nbytes += one.value.nbytes if isinstance(one.value, LinearWeight) else 0
+    return overlay, nbytes
+
+
+def row(record: Record) -> str:
+    """One line for the terminal."""
+    m = record.metrics
+    parts = [
+        f"{name} {m[f'{name}_perplexity']:.3f} ({m[f'{name}_relative']:+.2%}) KL {m[f'{name}_kl']:.4f} "
+        f"top-1 {m[f'{name}_top1']:.1%}"
+        for name in ("evaluation", "unseen")
+    ]
+    return f"{record.name[8:]:24} {'; '.join(parts)}; {m['quantize_s']:.0f} s"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog=SCRIPT, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), help="METHOD:FORMAT:GRANULARITY")
+    parser.add_argument("--windows", type=int, default=WINDOWS, help=f"sequences of {WINDOW} tokens of each text")
+    parser.add_argument("--name", default="quality_cpu", help="results file")
+    parser.add_argument("--results", help="folder of the results file (default: docs/results)")
+    options = parser.parse_args(arguments)
+    records: list[Record] = []
+    for record in measure(options.model, options.variants, options.windows):
+        records.append(record)
+        sys.stdout.write(row(record) + "\n")
+        sys.stdout.flush()
+        write_results(options.name, records, options.results)  # what was measured survives an interruption
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
