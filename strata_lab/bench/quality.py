@@ -20,7 +20,8 @@ from strata_lab.config import DEFAULT_MODEL, ConfigError
 SCRIPT = "python -m strata_lab.bench.quality"
 VARIANTS = (
     "rtn:int8:group32", "rtn:int8:channel", "gptq:int8:channel", "rtn:fp8:channel", "gptq:fp8:channel",
-    "rtn:int4:group128", "rtn:int4:group64", "awq:int4:group64", "gptq:int4:group64", "gptq:int4:group64-asym",
+    "kv:fp8:unit", "kv:fp8:scaled", "rtn:int4:group128", "rtn:int4:group64", "awq:int4:group64", "gptq:int4:group64",
+    "gptq:int4:group64-asym",
 )  # fmt: skip
 WINDOW, WINDOWS, CALIBRATION = 512, 8, 18  # tokens of a sequence; sequences of each text; of the calibration
 
@@ -58,7 +59,7 @@ def measure(model: str, variants: Sequence[str], windows_of_each: int) -> Iterat
         seconds = time.perf_counter() - started
         metrics: dict[str, Any] = {"quantize_s": seconds, "layer_bytes": nbytes}
         with torch.inference_mode():
-            changed = sequence_logits(overlay)
+            changed = sequence_logits(overlay, **_cache(source, variant, calibration))
             for name, sequences in texts.items():
                 found = compare(lambda s: known[tuple(s)], changed, sequences)
                 metrics |= {
@@ -70,13 +71,16 @@ def measure(model: str, variants: Sequence[str], windows_of_each: int) -> Iterat
         method, weights, granularity = variant.split(":")
         conditions = {
             "model": model, "method": method, "weights": weights, "granularity": granularity,
-            "calibration_tokens": 0 if method == "rtn" else sum(map(len, calibration)), "head": "as stored",
+            "calibration_tokens": 0 if method in ("rtn", "kv") else sum(map(len, calibration)), "head": "as stored",
         }  # fmt: skip
         yield environment.record(f"quality/{variant}", script=SCRIPT, conditions=conditions, metrics=metrics)
 
 
 def quantized(source: Any, variant: str, calibration: Sequence[Sequence[int]]) -> tuple[Any, int]:
-    """The source with all matrices of its layers in a variant ("method:format:granularity"), and their bytes."""
+    """The source with all matrices of its layers in a variant ("method:format:granularity"), and their bytes.
+
+    "kv" leaves the matrices alone.
+    """
     from strata_lab.quant import get_grid_format
     from strata_lab.quant.base import LinearWeight
     from strata_lab.quant.calibrate import quantize_model
@@ -86,10 +90,25 @@ def quantized(source: Any, variant: str, calibration: Sequence[Sequence[int]]) -
         raise ConfigError(f"variant {variant!r} must be METHOD:FORMAT:GRANULARITY; try {VARIANTS[0]!r}")
     method, weights, granularity = variant.split(":")
     overlay, nbytes = Overlay(source), 0
+    if method == "kv":
+        return overlay, nbytes
     for one in quantize_model(source, calibration, get_grid_format(weights, granularity), method):
         overlay.put(one.name, one.value)
         nbytes += one.value.nbytes if isinstance(one.value, LinearWeight) else 0
     return overlay, nbytes
+
+
+def _cache(source: Any, variant: str, calibration: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """How keys and values are kept: "kv:fp8:unit", or with scales of the calibration text "kv:fp8:scaled"."""
+    import torch
+
+    from strata_lab.quant.cache_scales import cache_scales
+
+    method, _, scales = variant.split(":")
+    if method != "kv":
+        return {}
+    found = cache_scales(source, calibration) if scales == "scaled" else None
+    return {"kv_dtype": torch.float8_e4m3fn, "kv_scales": found}
 
 
 def row(record: Record) -> str:

@@ -33,11 +33,15 @@ class Forward:
         source: the checkpoint; matrices in any format are read as float32.
         device: where to compute.
         overrides: operators to replace, by name (see `kernels.bind`): how calibration sees the inputs of matrices.
+        kv_dtype: what keys and values are kept in.
+        kv_scales: (k, v) of each layer: stored value = value / scale; None is 1.
     """
 
     def __init__(
-        self, source: WeightSource, device: torch.device | str = "cpu", overrides: Overrides | None = None
-    ) -> None:
+        self, source: WeightSource, device: torch.device | str = "cpu", overrides: Overrides | None = None,
+        *, kv_dtype: torch.dtype = torch.float32, kv_scales: Sequence[Sequence[float]] | None = None,
+    ) -> None:  # fmt: skip
+        self.kv_dtype, self.kv_scales = kv_dtype, kv_scales
         self.source, self.config, self.device = source, source.config, torch.device(device)
         self.ops: Ops = bind("reference", overrides)
         self.attention, self.mlp = PlainAttention(self.config, self.ops), PlainMlp(self.config, self.ops)
@@ -54,9 +58,9 @@ class Forward:
         ids = torch.tensor(token_ids, dtype=torch.int64, device=table.data.device)
         return self.ops.embedding(ids, table).float().to(self.device)
 
-    def layer(self, x: Tensor, weights: LayerWeights) -> Tensor:
-        """One decoder layer over a sequence [T, hidden] that starts at position 0."""
-        step, kv = self._step(x.shape[0]), self._cache(x.shape[0])
+    def layer(self, x: Tensor, weights: LayerWeights, index: int = 0) -> Tensor:
+        """Decoder layer `index` over a sequence [T, hidden] that starts at position 0."""
+        step, kv = self._step(x.shape[0]), self._cache(x.shape[0], index)
         return self.mlp(self.attention(x, weights.attention, step, kv), weights.mlp)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -81,28 +85,32 @@ class Forward:
             max_q_len=length,
         )
 
-    def _cache(self, length: int) -> LayerKV:
+    def _cache(self, length: int, index: int) -> LayerKV:
         c = self.config
         shape = (-(-length // BLOCK_SIZE), BLOCK_SIZE, c.num_kv_heads, c.head_dim)
-        k, v = (torch.zeros(shape, device=self.device) for _ in range(2))
-        return LayerKV(k, v, 1.0, 1.0)
+        k, v = (torch.zeros(shape, device=self.device).to(self.kv_dtype) for _ in range(2))
+        k_scale, v_scale = (1.0, 1.0) if self.kv_scales is None else self.kv_scales[index]
+        return LayerKV(k, v, k_scale, v_scale)
 
 
 @torch.inference_mode()
-def sequence_logits(source: WeightSource, device: torch.device | str = "cpu") -> Callable[[Sequence[int]], Tensor]:
+def sequence_logits(
+    source: WeightSource, device: torch.device | str = "cpu", **kv: Any
+) -> Callable[[Sequence[int]], Tensor]:
     """A function from the token ids of a sequence to the logits of every position, [T, V] float32.
 
-    It holds the whole model in float32. `ValueError` for a sequence that is empty or longer than the model's positions.
+    It holds the whole model in float32; `kv` as for `Forward`. `ValueError` for a sequence that is empty or longer than
+    the model's positions.
     """
-    forward = Forward(source, device)
+    forward = Forward(source, device, **kv)
     layers = [forward.load_layer(index) for index in range(forward.config.num_layers)]
 
     @torch.inference_mode()
     def logits(token_ids: Sequence[int]) -> Tensor:
         check_length(token_ids, forward.config.max_position)
         x = forward.embed(token_ids)
-        for layer in layers:
-            x = forward.layer(x, layer)
+        for index, layer in enumerate(layers):
+            x = forward.layer(x, layer, index)
         return forward.logits(x)
 
     return logits

@@ -142,6 +142,14 @@ def calibrated(
     return overlay
 
 
+def distance(source: WeightSource, changed: WeightSource, names: Sequence[str]) -> float:
+    """How far the matrices `names` moved: root mean square of the change over that of the weights."""
+    before = [matrix_of(source, name) for name in names]
+    moved = [matrix_of(changed, name) - matrix for name, matrix in zip(names, before, strict=True)]
+    squares = [sum(float(m.square().sum(dtype=torch.float64)) for m in group) for group in (moved, before)]
+    return (squares[0] / squares[1]) ** 0.5
+
+
 def remembered(logits: Logits, sequences: Sequence[Sequence[int]]) -> Logits:
     """The same function, computed once for each of `sequences` and unable to answer for others; 4 V bytes a token."""
     known = {tuple(sequence): logits(sequence) for sequence in sequences}
