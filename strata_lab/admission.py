@@ -1,4 +1,5 @@
-"""Policies of the scheduler that are swapped live: when waiting requests may join, and when prompts get their turn.
+"""Policies of the scheduler that are swapped live: who waits in which order, when waiting requests may join, and when
+prompts get their turn.
 
 Each is an object, so that `schedule` tests no flag. Torch-free.
 """
@@ -6,6 +7,52 @@ Each is an object, so that `schedule` tests no flag. Torch-free.
 from __future__ import annotations
 
 from typing import Protocol
+
+from strata_lab.request import Request, RequestState
+
+Seniority = tuple[int, int]  # (minus priority, arrival number): smaller is more senior
+
+
+class QueueOrder(Protocol):
+    """In which order waiting requests are admitted, and whom they may displace."""
+
+    def place(self, request: Request, seniority: Seniority) -> tuple[int, ...]:
+        """Where a request waits: smaller is sooner, and no two are equal."""
+        ...
+
+    def outranks(self, waiting: Request, running: Request) -> bool:
+        """Whether a waiting request goes before a running one: computed first, and in its stead if need be."""
+        ...
+
+
+class FirstComeFirstServed:
+    """In order of arrival; preempted requests before all new ones, the most senior first. Nobody is displaced."""
+
+    def place(self, request: Request, seniority: Seniority) -> tuple[int, ...]:
+        """Preempted requests by seniority, then new ones by arrival."""
+        return (0, *seniority) if request.state is RequestState.PREEMPTED else (1, 0, seniority[1])
+
+    def outranks(self, waiting: Request, running: Request) -> bool:
+        """Never."""
+        return False
+
+
+class HighestPriorityFirst:
+    """By priority, then by arrival, so that a preempted request is before all that came after it at its priority.
+
+    A request of higher priority is computed first, and takes seat and blocks of lower ones where none are free.
+    """
+
+    def place(self, request: Request, seniority: Seniority) -> tuple[int, ...]:
+        """By seniority."""
+        return seniority
+
+    def outranks(self, waiting: Request, running: Request) -> bool:
+        """Only by a higher priority: an earlier arrival displaces nobody."""
+        return waiting.priority > running.priority
+
+
+QUEUE_ORDERS: dict[str, type[QueueOrder]] = {"fcfs": FirstComeFirstServed, "priority": HighestPriorityFirst}
 
 
 class Admission(Protocol):

@@ -10,13 +10,20 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from strata_lab.admission import ContinuousAdmission, MixedPrefill, SplitPrefill, StaticAdmission
+from strata_lab.admission import (
+    QUEUE_ORDERS,
+    ContinuousAdmission,
+    MixedPrefill,
+    QueueOrder,
+    SplitPrefill,
+    StaticAdmission,
+)
 from strata_lab.apply import Fallback
+from strata_lab.backends import why_no_cpu_kernels, why_no_gpu_kernels
 from strata_lab.block_manager import BlockManager
 from strata_lab.config import ConfigError, EngineConfig, Optimizations
 from strata_lab.device_sampling import GpuSampling
@@ -30,8 +37,9 @@ from strata_lab.models import get_family
 from strata_lab.models.base import CausalLM, WeightReader, load_weights
 from strata_lab.models.loader import open_model
 from strata_lab.prefill_lane import PrefillLane
+from strata_lab.prefix_cache import BlockNames, NoPrefixCache, PrefixCache
 from strata_lab.quant import engine_granularity
-from strata_lab.quant.base import PANEL_ROWS, LinearWeight
+from strata_lab.quant.base import LinearWeight
 from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import EagerStep, Runner
 from strata_lab.sampler import Sampler
@@ -45,7 +53,6 @@ CPU_POOL_BYTES = 1 << 30  # enough for 16 streams of 2,800 tokens on the default
 
 # Prompt tokens between two steps of decodes with `pd_split`: on 2 cores the default model takes 60 ms for 64.
 SLICE_TOKENS = {"cpu": 64, "cuda": 512}
-MIN_CAPABILITY = (8, 9)  # the first with float8 conversions in hardware
 
 ProgressFn = Callable[[str, float], None]
 
@@ -61,6 +68,8 @@ class Parts:
     admission: ContinuousAdmission | StaticAdmission
     prefill: MixedPrefill | SplitPrefill
     lane: PrefillLane | None
+    order: QueueOrder
+    prefixes: BlockNames
     max_model_len: int
 
 
@@ -184,31 +193,13 @@ class Builder:
     def _backend(self) -> str:
         if self.device.type == "cuda":
             return self._gpu_backend()
-        from strata_lab.kernels.cpu.build import CpuKernelsUnavailable, load
-
-        c = self.model_config
-        rows = (c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size, c.hidden_size)
-        if any(n % PANEL_ROWS for n in rows):
-            reason = f"a matrix of this model has a row count that is no multiple of {PANEL_ROWS}; plain torch runs"
+        reason = why_no_cpu_kernels(self.model_config, self.progress)
+        if reason:
             self.fallbacks.append(Fallback("cpu kernels", reason))
-            return "reference"
-        try:
-            self.progress("building CPU kernels", 0.0)
-            load()
-            self.progress("building CPU kernels", 1.0)
-        except CpuKernelsUnavailable as error:
-            self.fallbacks.append(Fallback("cpu kernels", f"{error}; plain torch runs, slower"))
-            return "reference"
-        return "cpu"
+        return "reference" if reason else "cpu"
 
     def _gpu_backend(self) -> str:
-        capability = torch.cuda.get_device_capability(self.device)
-        reason = ""
-        if find_spec("triton") is None:
-            reason = "Triton is not installed (pip install triton); plain torch runs, slower"
-        elif capability < MIN_CAPABILITY:
-            needed = ".".join(map(str, MIN_CAPABILITY))
-            reason = f"compute capability {capability[0]}.{capability[1]} is below {needed}; plain torch runs, slower"
+        reason = why_no_gpu_kernels(self.device)
         if reason:
             self.fallbacks.append(Fallback("gpu kernels", reason))
         return "reference" if reason else "triton"
@@ -229,12 +220,14 @@ class Builder:
             admission=ContinuousAdmission() if resolved.continuous_batching else StaticAdmission(),
             prefill=self._prefill() if resolved.pd_split else MixedPrefill(),
             lane=self._lane(resolved, weights, kv) if resolved.pd_split else None,
+            order=QUEUE_ORDERS[resolved.scheduling_policy](),
+            prefixes=self._prefixes(resolved.prefix_cache, current, weights, kv),
             max_model_len=resolved.max_model_len,
         )
 
     def new_block_manager(self, parts: Parts) -> BlockManager:
         """Empty books for a pool."""
-        return BlockManager(parts.kv.num_blocks, self.config.block_size)
+        return BlockManager(parts.kv.num_blocks, self.config.block_size, parts.prefixes)
 
     def _weights(self, resolved: Optimizations, current: Parts | None) -> ModelWeights:
         weight_format = resolved.weight_format
@@ -267,6 +260,13 @@ class Builder:
         scales = getattr(self.checkpoint, "kv_scales", None) if resolved.kv_cache_dtype == "fp8" else None
         size = self.config.block_size
         return KVCache(self.model_config, blocks, size, resolved.kv_cache_dtype, self.device, scales)
+
+    def _prefixes(self, wanted: bool, current: Parts | None, weights: ModelWeights, kv: KVCache) -> BlockNames:
+        """The prefix cache in force while it is wanted and what it knows is still true, else an empty one."""
+        made = PrefixCache(self.config.block_size) if wanted else NoPrefixCache()
+        if current is not None and weights is current.weights and kv is current.kv:
+            return current.prefixes if type(current.prefixes) is type(made) else made
+        return made
 
     def _prefill(self) -> SplitPrefill:
         """Prompts between decode steps, or on a GPU beside them, as soon as the lane is free."""

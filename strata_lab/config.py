@@ -137,6 +137,20 @@ class Optimizations:
         "Admit a new request as soon as there is room; off waits until the whole batch has finished.",
         default=True, off=False,
     )  # fmt: skip
+    prefix_cache: bool = _toggle(
+        "Keep the KV cache of texts that have ended, and start a request whose prompt begins like one of them behind "
+        "what they share.",
+        default=True, off=False,
+    )  # fmt: skip
+    scheduling_policy: str = _toggle(
+        "Who waits in which order: first come, first served, or the highest priority first, which then also takes the "
+        "place of running requests of lower priority.",
+        default="fcfs", off="fcfs", choices=("fcfs", "priority"),
+    )  # fmt: skip
+    max_passes: int = _toggle(
+        "How many shorter requests may go before one that must wait for KV blocks; 0 keeps the order of the queue.",
+        default=4, off=0, number="int", minimum=0, maximum=1024,
+    )  # fmt: skip
     max_num_seqs: int = _toggle(
         "Most requests that run at the same time.", default=16, off=16, number="int", minimum=1, maximum=1024
     )

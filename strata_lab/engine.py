@@ -78,6 +78,8 @@ class LLMEngine:
             admission=parts.admission,
             prefill=parts.prefill,
             lookahead=parts.runner.lookahead,
+            order=parts.order,
+            max_passes=parts.optimizations.max_passes,
         )
         self._loop = EngineLoop(parts, scheduler, self.model_config, self.events)
         self._intake = Intake(self.tokenizer, self.model_config)
@@ -127,7 +129,8 @@ class LLMEngine:
             prompt: text, token ids, or chat messages ({"role", "content"} mappings).
             params: how to sample; `SamplingParams()` by default.
             request_id: a name of your own that is not in use.
-            priority: who has the higher one is preempted last.
+            priority: who has the higher one is preempted last; with `scheduling_policy="priority"` it is also
+                admitted first.
 
         Raises:
             RequestError: it is empty, too long, malformed, or the queue is full.
@@ -195,6 +198,10 @@ class LLMEngine:
     def step(self) -> StepEvent | None:
         """Run one step in the calling thread, when the background loop does not run; None without work."""
         return self._loop.step()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what the prefix cache holds, between two steps: for measurements that repeat a prompt."""
+        self._loop.between_steps(lambda: self._loop.scheduler.blocks.drop_prefixes())
 
     # -- settings -----------------------------------------------------------------------------------------------
 

@@ -125,22 +125,13 @@ class EngineLoop:
         with self._lock:
             self.check_open()
             self._trim_window(time.perf_counter())
-            parts, blocks = self.parts, self.scheduler.blocks
-            return EngineStats(
-                num_running=len(self.scheduler.running),
-                num_waiting=len(self.scheduler.waiting),
-                kv_blocks_used=blocks.num_used,
-                kv_blocks_total=blocks.num_blocks,
-                weight_bytes=parts.weights.nbytes,
-                kv_bytes=parts.kv.nbytes,
-                capture_bytes=parts.runner.capture_bytes,
-                bytes_per_step=parts.weights.bytes_read(self.config, 1),
-                kv_bytes_per_token=parts.kv.bytes_per_token,
+            return EngineStats.of(
+                self.parts,
+                self.scheduler,
+                bytes_per_step=self.parts.weights.bytes_read(self.config, 1),
                 output_tok_s=sum(n for _, n in self._recent) / RATE_WINDOW_S,
                 num_steps=self._num_steps,
                 num_output_tokens=self._num_output_tokens,
-                num_preemptions=self.scheduler.num_preemptions,
-                num_recomputed_tokens=self.scheduler.num_recomputed_tokens,
             )
 
     # -- one step -----------------------------------------------------------------------------------------------
@@ -157,6 +148,8 @@ class EngineLoop:
         if lane is not None and lane.done:
             return self._land(lane)
         with self._lock:
+            for request in self.scheduler.expire(start):
+                self._sessions[request.request_id].end()
             batch = self.scheduler.schedule(decodes_only=lane is not None and lane.busy)
             if lane is not None and batch.items and not batch.num_decode_tokens:  # prompts go beside the decode steps
                 self.scheduler.hold(batch)
@@ -278,12 +271,18 @@ class EngineLoop:
             admission=parts.admission,
             prefill=parts.prefill,
             lookahead=parts.runner.lookahead,
+            order=parts.order,
+            max_passes=opt.max_passes,
             **({} if new_pool else limits),  # a new limit is judged by the pool it comes with
         )
         if new_pool:
             for request in self.scheduler.reset_blocks(new_blocks(parts), **limits):
                 self.scheduler.finish(request, "error", self.scheduler.why_never_fits(request))
                 self._sessions[request.request_id].end()
+        elif parts.prefixes is not before.prefixes:
+            if parts.weights is not before.weights:
+                self.scheduler.blocks.drop_prefixes()  # also what requests that go on have computed with the old ones
+            self.scheduler.blocks.use_prefixes(parts.prefixes)
         self.parts = parts
         if before.lane is not None:
             before.lane.close()  # every setting that has one makes its own

@@ -23,7 +23,7 @@ class TokenEvent:
         token_id: -1 for an event that only carries the end of a request.
         text: characters that became certain with this token; may be empty in the middle of a character.
         index: position among the generated tokens, from 0.
-        finish_reason: "stop", "length", "abort" or "error" on the last event, else None.
+        finish_reason: "stop", "length", "abort", "timeout" or "error" on the last event, else None.
         error: what went wrong, when `finish_reason` is "error".
     """
 

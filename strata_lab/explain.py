@@ -4,6 +4,12 @@ from __future__ import annotations
 
 _SHARED = {
     "continuous_batching": "New requests join the running batch at the next step; off makes them wait for all of it.",
+    "prefix_cache": "A second turn of a chat, or a common system prompt, is computed once: the time to its first token "
+    "shrinks to that of what is new. It uses only blocks that are free, so nobody gets less.",
+    "scheduling_policy": "priority lets urgent requests start at once under load; those of lower priority are put back "
+    "and computed again. Without priorities both are the same.",
+    "max_passes": "While a long request waits for room, short ones behind it finish: their waits shrink, its own grows "
+    "by at most that many of them.",
     "pd_split": "Decode steps alternate with bounded prompt slices: running streams wait less for a newcomer's prompt, "
     "whose first token comes later.",
     "max_num_seqs": "More requests share one reading of the weights: total tok/s rises, tok/s per stream falls.",

@@ -65,6 +65,7 @@ class SamplingParams:
             None returns none. They are of the distribution before temperature and filters.
         include_stop_str_in_output: keep the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
+        timeout_s: seconds after which the request ends, wherever it is, with what it has; None waits for ever.
     """
 
     temperature: float = 1.0
@@ -83,6 +84,7 @@ class SamplingParams:
     logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -107,6 +109,8 @@ class SamplingParams:
         _whole("max_tokens", self.max_tokens, 1, None, "256")
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, "5, or None for off")
+        if self.timeout_s is not None:
+            _bounded("timeout_s", self.timeout_s, 0.0, 1e9, "30, or None for no limit", open_low=True)
         if self.seed is not None:
             _whole("seed", self.seed, 0, 2**63 - 1, "42")
         if len(self.stop) > MAX_STOP_STRINGS or any(not isinstance(s, str) or not s for s in self.stop):
@@ -167,6 +171,8 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_preemptions: int = 0
+    num_passed: int = 0  # shorter requests that went before it because it did not fit yet
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when it was first admitted
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
@@ -202,6 +208,11 @@ class Request:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def deadline_s(self) -> float | None:
+        """When it ends at the latest, on the clock of `arrival_s`; None for never."""
+        return None if self.params.timeout_s is None else self.arrival_s + self.params.timeout_s
+
+    @property
     def is_decoding(self) -> bool:
         """Whether the next step computes exactly the token generated last."""
         return self.num_output_tokens > 0 and self.num_uncomputed_tokens == 1
@@ -224,7 +235,7 @@ class Request:
         self.last_token_s = now_s
 
     def finish(self, reason: str, error: str | None = None) -> None:
-        """End it: "stop", "length", "abort" or "error"."""
+        """End it: "stop", "length", "abort", "timeout" or "error"."""
         self.move_to(RequestState.FINISHED)
         self.finish_reason = reason
         self.error = error
@@ -240,12 +251,13 @@ class RequestOutput:
         prompt_token_ids: the prompt as tokens.
         text: the generated text.
         token_ids: the generated tokens.
-        finish_reason: "stop", "length", "abort" or "error"; None while it runs.
+        finish_reason: "stop", "length", "abort", "timeout" or "error"; None while it runs.
         error: what went wrong, for "error".
         logprobs: one entry per generated token when asked for, else empty.
         ttft_ms: arrival to first token, milliseconds; None before the first token.
         tpot_ms: mean milliseconds per output token after the first; None with fewer than two.
         e2e_ms: arrival to last token, milliseconds; None before the first token.
+        num_cached_tokens: tokens of the prompt that the prefix cache held, so that they were not computed.
     """
 
     request_id: str
@@ -259,6 +271,7 @@ class RequestOutput:
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     e2e_ms: float | None = None
+    num_cached_tokens: int = 0
 
     @classmethod
     def of(cls, request: Request, prompt: str, text: str) -> RequestOutput:
@@ -276,6 +289,7 @@ class RequestOutput:
             ttft_ms=None if first is None else (first - request.arrival_s) * 1e3,
             tpot_ms=None if n < 2 or first is None or last is None else (last - first) * 1e3 / (n - 1),
             e2e_ms=None if last is None else (last - request.arrival_s) * 1e3,
+            num_cached_tokens=request.num_cached_tokens,
         )
 
 

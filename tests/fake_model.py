@@ -2,7 +2,8 @@
 
 `FakeModel` keeps a KV pool in which a slot holds a token id. It writes the tokens of each scheduled slice through the
 block table and derives the next token from what it *reads back* through it, so a wrong table, a block with two owners,
-a stale slot or a skipped token changes the text. Free slots are poisoned before every step.
+a stale slot or a skipped token changes the text. Free slots are poisoned before every step, and nothing may be written
+where somebody else could read it: into a block with several holders, or one that the prefix cache has a name for.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from strata_lab.admission import ContinuousAdmission
 from strata_lab.batch import ScheduledBatch
 from strata_lab.block_manager import BlockManager
+from strata_lab.prefix_cache import PrefixCache
 from strata_lab.request import Request, SamplingParams
 from strata_lab.scheduler import Scheduler
 
@@ -53,10 +55,14 @@ class FakeModel:
     def forward(self, batch: ScheduledBatch) -> dict[str, int]:
         size = self.scheduler.blocks.block_size
         owned = {b for r in self.scheduler.running for b in self.scheduler.blocks.table(r.request_id)}
-        for block in set(range(len(self.kv))) - owned:
+        named = set(self.scheduler.blocks.prefixes.named())
+        for block in set(range(len(self.kv))) - owned - named:
             self.kv[block] = [POISON] * size
         for item in batch.items:
             for position in range(item.start, item.start + item.num_tokens):
+                block = item.block_table[position // size]
+                assert self.scheduler.blocks.num_holders(block) <= 1, "shared while written"
+                assert block not in named, "named while written"
                 self.kv[item.block_table[position // size]][position % size] = item.request.token_ids[position]
         sampled = {}
         for item in batch.items:
@@ -87,7 +93,9 @@ class FakeModel:
         return batches
 
 
-def make(num_blocks: int = 64, block_size: int = 4, **options: Any) -> tuple[Scheduler, FakeModel]:
+def make(
+    num_blocks: int = 64, block_size: int = 4, *, cached: bool = False, **options: Any
+) -> tuple[Scheduler, FakeModel]:  # fmt: skip
     settings_ = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
@@ -95,13 +103,19 @@ def make(num_blocks: int = 64, block_size: int = 4, **options: Any) -> tuple[Sch
         "admission": ContinuousAdmission(),
         **options,
     }
-    scheduler = Scheduler(BlockManager(num_blocks, block_size), **settings_)
+    prefixes = PrefixCache(block_size) if cached else None
+    scheduler = Scheduler(BlockManager(num_blocks, block_size, prefixes), **settings_)
     return scheduler, FakeModel(scheduler)
 
 
-def request(name: str, prompt: int = 4, max_tokens: int = 8, priority: int = 0) -> Request:
-    ids = [zlib.crc32(f"{name}{i}".encode()) % 1000 for i in range(prompt)]
-    return Request(name, ids, SamplingParams(max_tokens=max_tokens), priority=priority)
+def request(
+    name: str, prompt: int = 4, max_tokens: int = 8, priority: int = 0, *, text: str = "", shared: int = 0,
+    timeout_s: float | None = None,
+) -> Request:  # fmt: skip
+    """A request of its own text, or one that has the first `shared` tokens in common with all that begin as `text`."""
+    ids = [zlib.crc32(f"{text if i < shared else name}{i}".encode()) % 1000 for i in range(prompt)]
+    params = SamplingParams(max_tokens=max_tokens, timeout_s=timeout_s)
+    return Request(name, ids, params, priority=priority, arrival_s=0.0)
 
 
 def names(items: Iterable[Any]) -> list[str]:

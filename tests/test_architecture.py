@@ -20,7 +20,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "strata_lab"
 WIDGETS = ROOT / "widgets" / "strata_widgets"
 
-TORCH_FREE = ("config", "request", "events", "apply", "explain", "block_manager", "batch", "scheduler")
+TORCH_FREE = (
+    "config", "request", "events", "apply", "explain", "stats", "block_manager", "prefix_cache", "batch", "admission",
+    "waiting_queue", "capacity", "roster", "scheduler",
+)  # fmt: skip
 # Packages the core may use; everything else that the project depends on must be imported lazily or outside the core.
 CORE_PACKAGES = {"torch", "triton", "transformers", "safetensors", "tokenizers", "numpy"}
 NOT_CORE = ("server", "workbench", "cli")

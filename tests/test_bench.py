@@ -297,7 +297,11 @@ def test_one_token_has_no_decode_rate() -> None:
 def test_a_failed_request_fails_the_run() -> None:
     broken = RequestOutput("r", "", (1,), "", (), "error", error="NaN logits")
     engine = SimpleNamespace(
-        tokenizer=None, model_config=SimpleNamespace(vocab_size=50), events=EventLog(), generate=lambda p, s: [broken]
+        tokenizer=None,
+        model_config=SimpleNamespace(vocab_size=50),
+        events=EventLog(),
+        generate=lambda p, s: [broken],
+        reset_prefix_cache=lambda: None,
     )
     with pytest.raises(RunFailed, match="NaN logits"):
         run(engine, single_stream(8, 8))
@@ -343,6 +347,9 @@ class Stub:
         self.optimizations = self.optimizations.replace(changes)
         return ApplyReport({n: FieldResult("applied", v) for n, v in changes.items()})
 
+    def reset_prefix_cache(self) -> None:
+        """Nothing is kept between two runs."""
+
     def stats(self) -> Any:
         return SimpleNamespace(weight_bytes=2e9, kv_bytes=1e9)
 
@@ -356,7 +363,9 @@ class Stub:
         return [output(f"r{n}", p.max_tokens, (self.clock - start) * 1e3, 5.0) for n, p in enumerate(params)]
 
 
-SWITCHES = {"cuda_graph": 2.0, "fused_kernels": 1.1, "pd_split": 0.5, "continuous_batching": 1.5}
+SWITCHES = {
+    "cuda_graph": 2.0, "fused_kernels": 1.1, "pd_split": 0.5, "continuous_batching": 1.5, "prefix_cache": 0.6,
+}  # fmt: skip
 
 
 def speed(o: Optimizations) -> float:
@@ -366,6 +375,7 @@ def speed(o: Optimizations) -> float:
     for name, gain in SWITCHES.items():
         factor *= gain if values[name] else 1.0
     factor *= 1.05 if values["kv_cache_dtype"] == "fp8" else 1.0
+    factor *= 0.7 if values["scheduling_policy"] == "priority" else 1.0
     return 100.0 * factor
 
 

@@ -116,11 +116,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama")[0]
 
 
-def engine(folder: Any, *, ahead: bool, blocks: int = 64, lane: bool = False) -> tuple[LLMEngine, Replays]:
+def engine(
+    folder: Any, *, ahead: bool, blocks: int = 64, lane: bool = False, **toggles: Any
+) -> tuple[LLMEngine, Replays]:  # fmt: skip
     """An engine with everything off; with `ahead`, its runner decodes ahead; with `lane`, prompts run beside it."""
-    made = LLMEngine(
-        folder, device="cpu", optimizations=OFF, max_model_len=96, block_size=BLOCK_SIZE, num_kv_blocks=blocks
-    )
+    options = {"max_model_len": 96, "block_size": BLOCK_SIZE, "num_kv_blocks": blocks, **toggles}
+    made = LLMEngine(folder, device="cpu", optimizations=OFF, **options)
     recorder = Replays()
     if ahead:
         parts = made._loop.parts
@@ -211,30 +212,41 @@ def test_rows_that_need_the_hosts_sampler_take_the_other_way(folder: Any, plain:
 
 @pytest.mark.parametrize("lane", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_traffic_in_a_small_pool_changes_no_token(folder: Any, plain: LLMEngine, seed: int, lane: bool) -> None:
-    """Requests come, end and are aborted at random while the pool is so small that some are preempted."""
+@pytest.mark.parametrize(
+    "toggles", [{}, {"prefix_cache": True, "scheduling_policy": "priority"}], ids=["off", "cached"]
+)
+def test_random_traffic_in_a_small_pool_changes_no_token(
+    folder: Any, plain: LLMEngine, seed: int, lane: bool, toggles: dict[str, Any]
+) -> None:
+    """Requests come, end and are aborted at random while the pool is so small that some are preempted.
+
+    Most prompts have their beginning in common, so that with a prefix cache they share blocks.
+    """
     dice = random.Random(seed)
     jobs = []
+    common = [dice.randrange(3, 250) for _ in range(24)]
     for index in range(10):
-        prompt = [dice.randrange(3, 250) for _ in range(dice.randrange(1, 30))]
+        own = [dice.randrange(3, 250) for _ in range(dice.randrange(1, 30))]
+        prompt = (common[: dice.randrange(0, 25)] + own)[:29]
         temperature = dice.choice([0.0, 0.0, 0.9])
         params = SamplingParams(
             temperature=temperature, max_tokens=dice.randrange(1, 50), seed=index, ignore_eos=dice.random() < 0.7
         )
         jobs.append((prompt, params, dice.random() < 0.2))
-    made, recorder = engine(folder, ahead=True, blocks=14, lane=lane)
+    made, recorder = engine(folder, ahead=True, blocks=14, lane=lane, **toggles)
     with made:
         names, queue, aborted = {}, list(enumerate(jobs)), set()
         while queue or made.stats().num_running or made.stats().num_waiting:
             if queue and dice.random() < 0.25:
                 index, (prompt, params, _) = queue.pop(0)
-                names[index] = made.add_request(prompt, params)
+                names[index] = made.add_request(prompt, params, priority=index % 3)
             for index, name in names.items():
                 if jobs[index][2] and dice.random() < 0.05 and made.abort(name):
                     aborted.add(index)
             made.step()
         outputs = {index: made.output(name) for index, name in names.items()}
         assert made.stats().kv_blocks_used == 0
+        assert (made.stats().prefix_hit_tokens > 0) == bool(toggles)
     for index, (prompt, params, _) in enumerate(jobs):
         expected = alone(plain, prompt, params).token_ids
         got = outputs[index].token_ids

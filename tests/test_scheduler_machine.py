@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import strata_lab.scheduler as scheduler_module
-from strata_lab.admission import ContinuousAdmission, MixedPrefill, SplitPrefill, StaticAdmission
+from strata_lab.admission import (
+    ContinuousAdmission,
+    FirstComeFirstServed,
+    HighestPriorityFirst,
+    MixedPrefill,
+    SplitPrefill,
+    StaticAdmission,
+)
 from strata_lab.block_manager import BlockManager
+from strata_lab.prefix_cache import NoPrefixCache, PrefixCache
 from strata_lab.request import Request, RequestError, RequestState
 from tests.fake_model import make, names, request, undisturbed
 
@@ -20,19 +28,26 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Random use of one scheduler; whatever happens, every request that ends by itself has its undisturbed text."""
 
     @initialize(
-        num_blocks=st.integers(6, 14), budget=st.integers(1, 20), seats=st.integers(1, 6), growth=st.integers(0, 2)
-    )
-    def start(self, num_blocks: int, budget: int, seats: int, growth: int) -> None:
+        num_blocks=st.integers(6, 14), budget=st.integers(1, 20), seats=st.integers(1, 6), growth=st.integers(0, 2),
+        cached=st.booleans(),
+    )  # fmt: skip
+    def start(self, num_blocks: int, budget: int, seats: int, growth: int, cached: bool) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(scheduler_module, "GROWTH_BLOCKS", growth)  # the laws hold for any; 0 evicts the most
         self.scheduler, self.model = make(
-            num_blocks, 3, max_num_batched_tokens=budget, max_num_seqs=seats, max_model_len=40, max_waiting=8
-        )
+            num_blocks, 3, max_num_batched_tokens=budget, max_num_seqs=seats, max_model_len=40, max_waiting=8,
+            cached=cached,
+        )  # fmt: skip
         self.added: list[Request] = []
 
-    @rule(prompt=st.integers(1, 24), max_tokens=st.integers(1, 24), priority=st.sampled_from([0, 0, 0, 1, -1]))
-    def add(self, prompt: int, max_tokens: int, priority: int) -> None:
-        new = request(f"r{len(self.added)}", prompt, max_tokens, priority)
+    @rule(
+        prompt=st.integers(1, 24), max_tokens=st.integers(1, 24), priority=st.sampled_from([0, 0, 0, 1, -1]),
+        text=st.sampled_from("ab"), shared=st.integers(0, 24), timeout_s=st.sampled_from([None, None, 0.5, 5.0, 20.0]),
+    )  # fmt: skip
+    def add(self, prompt: int, max_tokens: int, priority: int, text: str, shared: int, timeout_s: float | None) -> None:
+        name = f"r{len(self.added)}"
+        new = request(name, prompt, max_tokens, priority, text=text, shared=shared, timeout_s=timeout_s)
+        new.arrival_s = self.model.now_s
         slots = min(prompt + max_tokens, 40) - 1
         fits = slots <= self.scheduler.blocks.num_blocks * self.scheduler.blocks.block_size
         if fits and len(self.scheduler.waiting) < 8:
@@ -45,7 +60,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:
         for _ in range(steps):
+            late = [r for r in self.added if not r.finished and (r.deadline_s or 1e9) <= self.model.now_s]
+            assert sorted(names(self.scheduler.expire(self.model.now_s))) == sorted(names(late))
+            assert {r.finish_reason for r in late} <= {"timeout"}
             running_before = len(self.scheduler.running)
+            fcfs = isinstance(self.scheduler.waiting.order, FirstComeFirstServed)
+            highest = max((r.priority for r in (*self.scheduler.running, *self.scheduler.waiting)), default=0)
             work, static = self.scheduler.has_work, isinstance(self.scheduler.admission, StaticAdmission)
             most_senior = self.scheduler.running[0] if running_before else None
             outputs = {r.request_id: r.output_token_ids for r in self.added}
@@ -54,8 +74,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert batch.num_tokens == sum(i.num_tokens for i in batch.items) <= self.scheduler.max_num_batched_tokens
             assert len(self.scheduler.running) <= max(self.scheduler.max_num_seqs, running_before)
             assert not {r.request_id for r in batch.preempted} & set(names(batch.items))
-            assert most_senior not in batch.preempted
-            if (static and running_before) or batch.preempted:
+            assert most_senior not in batch.preempted or (not fcfs and most_senior.priority < highest)
+            if (static and running_before) or (batch.preempted and fcfs):
                 assert len(self.scheduler.running) == running_before - len(batch.preempted)
             if isinstance(self.scheduler.prefill, SplitPrefill):
                 assert not (batch.num_decode_tokens and batch.num_prefill_tokens)
@@ -86,16 +106,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         admission=st.sampled_from([ContinuousAdmission, StaticAdmission]),
         prefill=st.sampled_from([MixedPrefill(), SplitPrefill(3), SplitPrefill(7, decode_steps=3)]),
         lookahead=st.integers(0, 9),
+        order=st.sampled_from([FirstComeFirstServed, HighestPriorityFirst]),
+        passes=st.sampled_from([0, 1, 5]),
     )
-    def configure(self, seats: int, budget: int, admission: type[Any], prefill: Any, lookahead: int) -> None:
+    def configure(
+        self, seats: int, budget: int, admission: type[Any], prefill: Any, lookahead: int, order: type[Any], passes: int
+    ) -> None:  # fmt: skip
         self.scheduler.configure(
             max_num_seqs=seats, max_num_batched_tokens=budget, admission=admission(), prefill=prefill,
-            lookahead=lookahead,
+            lookahead=lookahead, order=order(), max_passes=passes,
         )  # fmt: skip
 
-    @rule(num_blocks=st.integers(4, 16))
-    def replace_pool(self, num_blocks: int) -> None:
-        for misfit in self.scheduler.reset_blocks(BlockManager(num_blocks, 3)):
+    @rule(cached=st.booleans())
+    def switch_the_prefix_cache(self, cached: bool) -> None:
+        self.scheduler.blocks.use_prefixes(PrefixCache(3) if cached else NoPrefixCache())
+
+    @rule()
+    def drop_the_prefixes(self) -> None:
+        self.scheduler.blocks.drop_prefixes()
+
+    @rule(num_blocks=st.integers(4, 16), cached=st.booleans())
+    def replace_pool(self, num_blocks: int, cached: bool) -> None:
+        for misfit in self.scheduler.reset_blocks(BlockManager(num_blocks, 3, PrefixCache(3) if cached else None)):
             self.scheduler.finish(misfit, "error", self.scheduler.why_never_fits(misfit))
         self.model.reset()
 
@@ -107,7 +139,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sorted(live) == sorted(r.request_id for r in self.added if not r.finished)
         assert scheduler.has_work == bool(live)
         held = {r.request_id: len(scheduler.blocks.table(r.request_id)) for r in self.added}
-        assert sum(held.values()) == scheduler.blocks.num_used
+        assert scheduler.blocks.num_used == len({b for r in self.added for b in scheduler.blocks.table(r.request_id)})
+        assert all(r.num_passed <= 5 for r in self.added)
+        assert scheduler.waiting.num_tokens == sum(r.num_tokens for r in scheduler.waiting)
+        assert [r.priority for r in scheduler.running] == sorted((r.priority for r in scheduler.running), reverse=True)
+        if isinstance(scheduler.waiting.order, HighestPriorityFirst):
+            waiting = [r.priority for r in scheduler.waiting]
+            assert waiting == sorted(waiting, reverse=True)
         for r in self.added:
             assert r.state is RequestState.RUNNING or (
                 held[r.request_id],

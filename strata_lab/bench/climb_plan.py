@@ -25,7 +25,7 @@ ORDER: tuple[tuple[str, Any], ...] = (
     ("weight_format", "int4"), ("kv_cache_dtype", "fp8"),
 )  # fmt: skip
 GPU_ONLY = {("weight_format", "fp8")}  # no CPU multiplies by 8-bit floats
-NEEDS_SEVERAL = {"pd_split", "continuous_batching"}  # says nothing with one stream
+NEEDS_SEVERAL = {"pd_split", "continuous_batching", "scheduling_policy"}  # says nothing with one stream
 SCALES = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125)  # of an article's workload, for slow machines
 CPU_BUDGET_S = 160.0  # of runs: with loading, converting and waiting for quiet a climb stays below five minutes
 COLD_STARTS_B = 3  # article B gives its figure over three

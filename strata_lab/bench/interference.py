@@ -49,6 +49,7 @@ def disturb(engine: Any, streams: int, prompt_tokens: int) -> Disturbance:
     """Measure one prompt of `prompt_tokens` among `streams` running requests; all end before it returns."""
     vocab = engine.model_config.vocab_size
     params = SamplingParams(temperature=0.0, max_tokens=100_000, ignore_eos=True)
+    engine.reset_prefix_cache()  # the prompt of the run before is the same
     cursor = engine.events.cursor
     engine.start()
     running = [engine.add_request([(11 + 97 * s + 31 * i) % vocab for i in range(16)], params) for s in range(streams)]

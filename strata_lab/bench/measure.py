@@ -52,7 +52,7 @@ class Run:
 
 
 def run(engine: Any, workload: Workload) -> Run:
-    """Send a workload to an engine and wait for its end.
+    """Send a workload to an engine and wait for its end; the prefix cache of earlier runs is dropped first.
 
     Args:
         engine: an open `LLMEngine`.
@@ -63,6 +63,7 @@ def run(engine: Any, workload: Workload) -> Run:
     """
     prompts = workload.prompts(engine.tokenizer, engine.model_config.vocab_size)
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in workload.output_tokens]
+    engine.reset_prefix_cache()
     cursor = engine.events.cursor
     start_s = time.perf_counter()
     outputs = engine.generate(prompts, params)

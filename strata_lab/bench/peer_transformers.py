@@ -24,9 +24,7 @@ def load(path: Path) -> Any:
     """A causal model in float32 from a Hugging Face folder or a .gguf file of a dense family."""
     if path.is_dir():
         return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    from strata_lab.models.checkpoint import is_linear
     from strata_lab.models.loader import open_checkpoint
-    from strata_lab.quant import get_format
 
     checkpoint = open_checkpoint(str(path))
     c = checkpoint.config
@@ -49,13 +47,19 @@ def load(path: Path) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
     )
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    weights = {}
-    for name in checkpoint.names():
-        stored = checkpoint.linear(name) if is_linear(name) else checkpoint.tensor(name)
-        weights[name] = stored.float() if torch.is_tensor(stored) else get_format(stored.format).dequantize(stored)
+    weights = {name: plain(checkpoint, name) for name in checkpoint.names()}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     return model.eval()
+
+
+def plain(checkpoint: Any, name: str) -> torch.Tensor:
+    """What a tensor of a checkpoint means, float32."""
+    from strata_lab.models.checkpoint import is_linear
+    from strata_lab.quant import get_format
+
+    stored = checkpoint.linear(name) if is_linear(name) else checkpoint.tensor(name)
+    return stored.float() if torch.is_tensor(stored) else get_format(stored.format).dequantize(stored)
 
 
 class Transformers:

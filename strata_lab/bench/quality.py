@@ -8,9 +8,12 @@ which nobody tuned anything. Embedding and head stay as they are stored.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from strata_lab.bench.harness import Environment, Record, write_results
@@ -26,54 +29,94 @@ VARIANTS = (
 WINDOW, WINDOWS, CALIBRATION = 512, 8, 18  # tokens of a sequence; sequences of each text; of the calibration
 
 
-def measure(model: str, variants: Sequence[str], windows_of_each: int) -> Iterator[Record]:
-    """A record per variant, as soon as it is there."""
-    import torch
+class Judge:
+    """A model, the text to calibrate on and the texts to judge by; what the source predicts is computed once.
 
-    from strata_lab.models.loader import open_checkpoint
-    from strata_lab.quant.forward import sequence_logits
-    from strata_lab.quant.quality import compare
-    from strata_lab.quant.texts import text, windows
+    Attributes:
+        source: the checkpoint.
+        calibration: token ids of `CALIBRATION` sequences at most.
+        texts: name to sequences: "evaluation" and "unseen".
+    """
 
-    environment = Environment.now("cpu")
-    source: Any = open_checkpoint(model)
-    tokenizer = source.tokenizer()
-    if tokenizer is None:
-        raise ConfigError(f"{model} has no tokenizer, so there is no text to judge by; try {DEFAULT_MODEL}")
+    def __init__(self, model: str, windows_of_each: int = WINDOWS) -> None:
+        import torch
 
-    def cut(content: str, most: int) -> list[list[int]]:
-        return windows(tokenizer.encode(content, add_special_tokens=False), WINDOW)[:most]
+        from strata_lab.models.loader import open_checkpoint
+        from strata_lab.quant.forward import sequence_logits
+        from strata_lab.quant.texts import text, windows
 
-    texts = {
-        "evaluation": cut(text("evaluation"), windows_of_each),
-        "unseen": cut(TEXT_FILE.read_text(encoding="utf-8"), windows_of_each),
-    }
-    calibration = cut(text("calibration"), CALIBRATION)
-    with torch.inference_mode():
-        plain = sequence_logits(source)
-        known = {tuple(s): plain(s) for sequences in texts.values() for s in sequences}
-        del plain
-    for variant in variants:
-        started = time.perf_counter()
-        overlay, nbytes = quantized(source, variant, calibration)
-        seconds = time.perf_counter() - started
-        metrics: dict[str, Any] = {"quantize_s": seconds, "layer_bytes": nbytes}
+        self.source: Any = open_checkpoint(model)
+        tokenizer = self.source.tokenizer()
+        if tokenizer is None:
+            raise ConfigError(f"{model} has no tokenizer, so there is no text to judge by; try {DEFAULT_MODEL}")
+
+        def cut(content: str, most: int) -> list[list[int]]:
+            return windows(tokenizer.encode(content, add_special_tokens=False), WINDOW)[:most]
+
+        self.texts = {
+            "evaluation": cut(text("evaluation"), windows_of_each),
+            "unseen": cut(TEXT_FILE.read_text(encoding="utf-8"), windows_of_each),
+        }
+        self.calibration = cut(text("calibration"), CALIBRATION)
         with torch.inference_mode():
-            changed = sequence_logits(overlay, **_cache(source, variant, calibration))
-            for name, sequences in texts.items():
-                found = compare(lambda s: known[tuple(s)], changed, sequences)
+            plain = sequence_logits(self.source)
+            self._known = {tuple(s): plain(s) for sequences in self.texts.values() for s in sequences}
+
+    def metrics(self, changed: Any) -> dict[str, Any]:
+        """What a changed checkpoint does to each text."""
+        import torch
+
+        from strata_lab.quant.forward import sequence_logits
+        from strata_lab.quant.quality import compare
+
+        metrics: dict[str, Any] = {}
+        with torch.inference_mode():
+            logits = sequence_logits(changed)
+            for name, sequences in self.texts.items():
+                found = compare(lambda s: self._known[tuple(s)], logits, sequences)
                 metrics |= {
                     f"{name}_tokens": found.tokens, f"{name}_reference": found.reference_perplexity,
                     f"{name}_perplexity": found.perplexity,
                     f"{name}_relative": found.perplexity / found.reference_perplexity - 1,
                     f"{name}_kl": found.mean_kl, f"{name}_top1": found.top1_agreement,
                 }  # fmt: skip
+        return metrics
+
+
+def measure(model: str, variants: Sequence[str], windows_of_each: int) -> Iterator[Record]:
+    """A record per variant, as soon as it is there."""
+    environment, judge = Environment.now("cpu"), Judge(model, windows_of_each)
+    for variant in variants:
+        metrics = figures(judge, variant)
         method, weights, granularity = variant.split(":")
         conditions = {
             "model": model, "method": method, "weights": weights, "granularity": granularity,
-            "calibration_tokens": 0 if method in ("rtn", "kv") else sum(map(len, calibration)), "head": "as stored",
+            "calibration_tokens": 0 if method == "rtn" else sum(map(len, judge.calibration)), "head": "as stored",
         }  # fmt: skip
         yield environment.record(f"quality/{variant}", script=SCRIPT, conditions=conditions, metrics=metrics)
+
+
+def figures(judge: Judge, variant: str) -> dict[str, Any]:
+    """What a variant ("method:format:granularity") costs."""
+    started = time.perf_counter()
+    overlay, nbytes = quantized(judge.source, variant, judge.calibration)
+    seconds = time.perf_counter() - started
+    return {"quantize_s": seconds, "layer_bytes": nbytes, **judge.metrics(overlay)}
+
+
+def recorded(variant: str, file: Path) -> dict[str, Any]:
+    """The record of a variant in a results file of this script; `ConfigError` where there is none."""
+    for record in json.loads(file.read_text(encoding="utf-8")):
+        if record["name"] == f"quality/{variant}":
+            return record
+    raise ConfigError(f"{file} has no record quality/{variant}; measure it with {SCRIPT} --variants {variant}")
+
+
+def check_comparable(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """`ConfigError` unless two sets of figures are of the same source and texts, by what the source predicts."""
+    for key, value in theirs.items():
+        if key.endswith(("_tokens", "_reference")) and not math.isclose(value, ours[key], rel_tol=1e-6):
+            raise ConfigError(f"{key} was {ours[key]} and is {value} here: other texts or weights; measure ours again")
 
 
 def quantized(source: Any, variant: str, calibration: Sequence[Sequence[int]]) -> tuple[Any, int]:
@@ -111,15 +154,14 @@ def _cache(source: Any, variant: str, calibration: Sequence[Sequence[int]]) -> d
     return {"kv_dtype": torch.float8_e4m3fn, "kv_scales": found}
 
 
-def row(record: Record) -> str:
-    """One line for the terminal."""
-    m = record.metrics
+def row(name: str, m: Mapping[str, Any]) -> str:
+    """One line for the terminal: a variant and its metrics."""
     parts = [
-        f"{name} {m[f'{name}_perplexity']:.3f} ({m[f'{name}_relative']:+.2%}) KL {m[f'{name}_kl']:.4f} "
-        f"top-1 {m[f'{name}_top1']:.1%}"
-        for name in ("evaluation", "unseen")
+        f"{text} {m[f'{text}_perplexity']:.3f} ({m[f'{text}_relative']:+.2%}) KL {m[f'{text}_kl']:.4f} "
+        f"top-1 {m[f'{text}_top1']:.1%}"
+        for text in ("evaluation", "unseen")
     ]
-    return f"{record.name[8:]:24} {'; '.join(parts)}; {m['quantize_s']:.0f} s"
+    return f"{name:24} {'; '.join(parts)}; {m['quantize_s']:.0f} s"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -134,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     records: list[Record] = []
     for record in measure(options.model, options.variants, options.windows):
         records.append(record)
-        sys.stdout.write(row(record) + "\n")
+        sys.stdout.write(row(record.name[8:], record.metrics) + "\n")
         sys.stdout.flush()
         write_results(options.name, records, options.results)  # what was measured survives an interruption
     return 0

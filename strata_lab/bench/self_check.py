@@ -15,6 +15,7 @@ from strata_lab.quant.quality import Comparison, compare
 
 WINDOW = 256  # tokens of a sequence that is compared
 ANSWER_TOKENS = 64
+MODEL_LEN = 512  # tokens of a prompt with its answer, where the model has as many positions
 LONGEST_CYCLE, CYCLES = 16, 4  # a text that ends with so many copies of so few tokens goes in circles
 SHORT = 0.5  # of the source's answer: one that ends earlier was cut off
 PROMPTS = (
@@ -97,16 +98,17 @@ def self_check(source: str, candidate: str, progress: Progress = lambda text, do
             raise CheckpointError(f"{source} has no tokenizer, so there is no text to compare on; use one that has")
         progress("loading both models", 0.0)
         both = sequence_logits(first), sequence_logits(second)
-        languages = {}
+        most, languages = min(first.config.max_position, second.config.max_position), {}
+        length = min(WINDOW, most)
         for count, (language, text) in enumerate(texts().items()):
             progress(f"perplexity, {language}", 0.1 + 0.3 * count)
             ids = tokenizer.encode(text)
-            languages[language] = compare(*both, [ids[i : i + WINDOW] for i in range(0, len(ids), WINDOW)])
+            languages[language] = compare(*both, [ids[i : i + length] for i in range(0, len(ids), length)])
         del both
     finally:
         first.close()
         second.close()
-    answers = _answers(source, candidate, progress)
+    answers = _answers(source, candidate, min(MODEL_LEN, most), progress)
     progress("done", 1.0)
     return SelfCheck(source, candidate, languages, answers)
 
@@ -122,11 +124,11 @@ def texts() -> dict[str, str]:
     return {language: "\n\n".join(parts) for language, parts in found.items() if parts}
 
 
-def _answers(source: str, candidate: str, progress: Progress) -> tuple[Answer, ...]:
+def _answers(source: str, candidate: str, max_model_len: int, progress: Progress) -> tuple[Answer, ...]:
     said: list[list[tuple[list[int], str, bool]]] = []
     for count, model in enumerate((source, candidate)):
         progress(f"answers of {model}", 0.6 + 0.2 * count)
-        said.append(_ask(model))
+        said.append(_ask(model, max_model_len))
     found = []
     for prompt, (ids, text, ended), (other, other_text, other_ended) in zip(PROMPTS, *said, strict=True):
         flags = flags_of(other, len(ids), ended, other_ended)
@@ -134,13 +136,13 @@ def _answers(source: str, candidate: str, progress: Progress) -> tuple[Answer, .
     return tuple(found)
 
 
-def _ask(model: str) -> list[tuple[list[int], str, bool]]:
+def _ask(model: str, max_model_len: int) -> list[tuple[list[int], str, bool]]:
     """Token ids, text and whether it ended by itself, for every prompt."""
     from strata_lab.engine import LLMEngine
     from strata_lab.request import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
-    with LLMEngine(model, max_model_len=512, max_num_seqs=len(PROMPTS)) as engine:
+    with LLMEngine(model, max_model_len=max_model_len, max_num_seqs=len(PROMPTS)) as engine:
         chat = engine.tokenizer is not None and engine.tokenizer.chat_template is not None
         wishes = [[{"role": "user", "content": p}] if chat else p for p in PROMPTS]
         return [(list(r.token_ids), r.text, r.finish_reason == "stop") for r in engine.generate(wishes, params)]
@@ -160,7 +162,7 @@ def flags_of(ids: Sequence[int], source_length: int, source_ended: bool, ended: 
     for cycle in range(1, LONGEST_CYCLE + 1):
         tail = list(ids[-cycle * CYCLES :])
         if len(tail) == cycle * CYCLES and tail == tail[:cycle] * CYCLES:
-            flags.append(f"repeats its last {cycle} tokens")
+            flags.append(f"repeats its last {'token' if cycle == 1 else f'{cycle} tokens'}")
             break
     if ended and len(ids) < SHORT * source_length:
         flags.append(f"ends after {len(ids)} tokens, its source after {source_length}")

@@ -8,14 +8,17 @@ kernels' order, so that loading copies nothing. The manifest is written last: a 
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from strata_lab.config import ModelConfig
+from strata_lab.models import FAMILIES
 from strata_lab.models.checkpoint import check_tensors, is_linear, plain_tensor
 from strata_lab.models.errors import CheckpointError
+from strata_lab.models.hf_config import FLOAT64_MAX, ROPE_RULES
 from strata_lab.models.safetensors_io import SafetensorsFile
 from strata_lab.quant import FORMATS
 from strata_lab.quant.base import LinearWeight
@@ -42,13 +45,13 @@ class StrataCheckpoint:
         self._path = folder / MANIFEST
         self.manifest = _read_manifest(self._path)
         try:
-            config: dict[str, Any] = dict(self.manifest["config"])
-            config["eos_token_ids"] = tuple(config["eos_token_ids"])
-            self.config = ModelConfig(**config)
+            self.config = _config(self.manifest["config"])
             self.stored_format: str = self.manifest["stored_format"]
+            if self.stored_format not in FORMATS:
+                raise ValueError(f"stored_format={self.stored_format!r}")
             self.generation: dict[str, Any] = dict(self.manifest["generation"])
             self._entries = {name: _Entry(self._path, name, entry) for name, entry in self.manifest["tensors"].items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{self._path} is damaged ({error!r}); {_AGAIN}") from error
@@ -181,6 +184,34 @@ class _Entry:
         return "F32" if wide else "F16", -(-k // self.group_size) if self.group_size else 1
 
 
+def _config(found: dict[str, Any]) -> ModelConfig:
+    """The geometry; `ValueError`, `TypeError` or `KeyError` for one that no conversion writes."""
+    config = ModelConfig(**dict(found) | {"eos_token_ids": tuple(found["eos_token_ids"])})
+    wrong = {f.name: getattr(config, f.name) for f in fields(config) if not _is_a(getattr(config, f.name), str(f.type))}
+    if config.architecture not in FAMILIES:
+        wrong["architecture"] = config.architecture
+    if not all(0 < number <= FLOAT64_MAX for number in (config.rope_theta, config.rms_norm_eps)):
+        wrong |= {"rope_theta": config.rope_theta, "rms_norm_eps": config.rms_norm_eps}
+    if config.num_experts < 0 or not all(_is_a(i, "int") for i in config.eos_token_ids):
+        wrong |= {"num_experts": config.num_experts, "eos_token_ids": config.eos_token_ids}
+    if config.rope_scaling is not None:
+        rule = dict(config.rope_scaling)
+        keys = ROPE_RULES[rule.pop("rope_type")]
+        if set(rule) != set(keys) or not all(_is_a(n, "float") and 0 < n <= FLOAT64_MAX for n in rule.values()):
+            wrong["rope_scaling"] = config.rope_scaling
+    if wrong:
+        raise ValueError(f"the config cannot have {wrong}")
+    return replace(config, rope_theta=float(config.rope_theta), rms_norm_eps=float(config.rms_norm_eps))
+
+
+def _is_a(value: Any, kind: str) -> bool:
+    """Whether a value is what a field of `ModelConfig` is annotated with; fields of other kinds are looked at apart."""
+    kinds: dict[str, tuple[type, ...]] = {
+        "str": (str,), "int": (int,), "bool": (bool,), "float": (int, float), "int | None": (int, type(None)),
+    }  # fmt: skip
+    return kind not in kinds or type(value) in kinds[kind]  # type(), because True is an int to isinstance
+
+
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -197,7 +228,7 @@ def _kv_scales(path: Path, found: Any, layers: int) -> list[tuple[float, float]]
         return None
     try:
         scales = [(float(k), float(v)) for k, v in found]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: kv_scales must be a pair of numbers for each layer; {_AGAIN}") from error
     if len(scales) != layers or not all(0 < s < float("inf") for pair in scales for s in pair):
         raise CheckpointError(f"{path}: kv_scales must be {layers} pairs of positive numbers; {_AGAIN}")

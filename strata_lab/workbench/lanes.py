@@ -18,7 +18,8 @@ from strata_lab.request import RequestOutput
 MAX_LANES = 16
 SNAPSHOT_CHARS = 20_000  # what the page keeps of one lane
 
-_ENDINGS = {"stop": "ended by itself", "length": "reached its length", "abort": "stopped", "error": "failed"}
+_ENDINGS = {"stop": "ended by itself", "length": "reached its length", "abort": "stopped", "error": "failed",
+            "timeout": "ran out of time"}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -33,7 +34,7 @@ class Lane:
         text: everything generated so far.
         num_tokens: tokens generated so far.
         first_s, last_s: times of its first and its last token.
-        finish_reason: "stop", "length", "abort" or "error"; None while it runs.
+        finish_reason: "stop", "length", "abort", "timeout" or "error"; None while it runs.
         error: what went wrong, for "error".
     """
 
