@@ -142,11 +142,13 @@ class Tokenizer:
         return "" if token_id is None else self.backend.id_to_token(token_id) or ""
 
     def save(self, folder: Path) -> None:
-        """Write it into an existing folder, as `load` reads it."""
+        """Write it into an existing folder, as `load` reads it; other libraries know one end token, the first."""
+        ends = [self._token(i) for i in self.eos_token_ids]
         config = {
             "add_bos_token": self.add_bos,
             "bos_token": None if self.bos_token_id is None else self._token(self.bos_token_id),
-            "eos_token": [self._token(i) for i in self.eos_token_ids],
+            "eos_token": ends[0] if ends else None,
+            "more_eos_tokens": ends[1:],
             "chat_template": self.chat_template,
         }
         self.backend.save(str(folder / "tokenizer.json"), pretty=False)
@@ -169,7 +171,7 @@ class Tokenizer:
 
         return cls(
             backend,
-            eos_token_ids=ids(config.get("eos_token")),
+            eos_token_ids=ids(config.get("eos_token")) + ids(config.get("more_eos_tokens")),
             bos_token_id=next(iter(ids(config.get("bos_token"))), None),
             add_bos=config.get("add_bos_token") is True,
             chat_template=_read_template(folder, config.get("chat_template")),

@@ -315,6 +315,15 @@ def test_saving_and_loading_changes_nothing(small, tmp_path) -> None:
     assert after.encode("hello wo<|im_end|>") == before.encode("hello wo<|im_end|>")
 
 
+def test_other_libraries_read_what_is_saved(small, tmp_path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    Tokenizer(small.backend, eos_token_ids=[2, 0], bos_token_id=1, add_bos=True).save(tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert theirs.eos_token_id == 2
+    assert theirs("hello wo")["input_ids"][-3:] == Tokenizer.load(tmp_path).encode("hello wo")[-3:]
+
+
 def test_a_folder_is_read_as_transformers_reads_it(tmp_path) -> None:
     from transformers import AutoTokenizer
 
