@@ -8,6 +8,7 @@ from pathlib import Path
 from strata_lab.bench.self_check import SelfCheck
 
 STYLE = Path(__file__).with_name("report.css")
+PROSE = ".prose th, .prose td { white-space: normal; text-align: left; vertical-align: top; min-width: 7em }"
 EXPLAINED = (
     ("perplexity", "exp of the mean negative log probability of the next token: lower is better"),
     ("mean KL", "how far the candidate's probabilities are from the source's, in nats, over all positions: 0 is equal"),
@@ -25,7 +26,8 @@ def html_page(check: SelfCheck) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title>\n<style>\n{STYLE.read_text(encoding='utf-8')}</style></head>\n<body><main>"
+        f"<title>{escape(title)}</title>\n<style>\n{STYLE.read_text(encoding='utf-8')}{PROSE}</style></head>\n"
+        "<body><main>"
         f"<header><h1>{escape(title)}</h1></header>"
         f"<section><h2>Numbers</h2><div class=scroll>{_numbers(check)}</div></section>"
         f"<section><h2>Flags</h2>{verdict}</section>"
@@ -52,7 +54,8 @@ def _answers(check: SelfCheck) -> str:
         for a in check.answers
     )
     heads = ("prompt", "source", "candidate", "first difference", "flags")
-    return f"<table><thead><tr>{''.join(f'<th>{h}</th>' for h in heads)}</tr></thead><tbody>{rows}</tbody></table>"
+    head = "".join(f"<th>{h}</th>" for h in heads)
+    return f"<table class=prose><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
 def _text(text: str) -> str:
