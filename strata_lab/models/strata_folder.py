@@ -8,6 +8,7 @@ kernels' order, so that loading copies nothing. The manifest is written last: a 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -103,12 +104,7 @@ class StrataCheckpoint:
         entry = self._entry(name)
         file = self._file(entry.file)
         tensors = {part.rpartition(".")[2]: file.get(part) for part in entry.parts}
-        data = tensors["data"]
-        whole = LinearWeight(
-            entry.format, (data.shape[0], entry.shape[1]), data, tensors.get("scales"), tensors.get("mins"),
-            group_size=entry.group_size,
-        )  # fmt: skip
-        return whole.rows(*entry.rows)
+        return piece_rows(tensors, entry.format, entry.shape[1], entry.group_size, entry.rows)
 
     def tensor(self, name: str) -> Tensor:
         """A norm, bias or router."""
@@ -134,6 +130,16 @@ class StrataCheckpoint:
         """Let go of the files; tensors handed out stay valid."""
         for file in self._files.values():
             file.close()
+
+
+def piece_rows(
+    parts: Mapping[str, Tensor], weight_format: str, columns: int, group_size: int, rows: Sequence[int]
+) -> LinearWeight:
+    """Rows of a piece, from first to end, of its "data", "scales" and "mins"."""
+    data = parts["data"]
+    shape = (data.shape[0], columns)
+    whole = LinearWeight(weight_format, shape, data, parts.get("scales"), parts.get("mins"), group_size=group_size)
+    return whole.rows(rows[0], rows[1])
 
 
 class _Entry:

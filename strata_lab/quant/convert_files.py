@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from strata_lab.models.base import WeightSource
+from strata_lab.models.strata_folder import piece_rows
 from strata_lab.quant.base import LinearWeight, concat_rows
 from strata_lab.quant.overlay import Overlay
 
@@ -151,13 +152,9 @@ class _Stored:
         entry = self._entries[name]
         if "format" not in entry:
             return self._tensors[entry["tensor"]]
-        piece = entry["tensor"]
-        data = self._tensors[f"{piece}.data"]
-        whole = LinearWeight(
-            entry["format"], (data.shape[0], entry["shape"][1]), data, self._tensors.get(f"{piece}.scales"),
-            self._tensors.get(f"{piece}.mins"), group_size=entry["group_size"],
-        )  # fmt: skip
-        return whole.rows(*entry["rows"])
+        parts = {part: self._tensors.get(f"{entry['tensor']}.{part}") for part in ("data", "scales", "mins")}
+        found = {part: tensor for part, tensor in parts.items() if tensor is not None}
+        return piece_rows(found, entry["format"], entry["shape"][1], entry["group_size"], entry["rows"])
 
 
 def files_hash(files: Sequence[Path]) -> str:

@@ -42,7 +42,6 @@ from strata_lab.quant.convert_files import (
 
 HEADS = {"fp8": "int8", "int8": "int8", "int4": "int8"}  # format of the layers -> of embedding and head
 Progress = Callable[[str, float], None]
-CALIBRATED = tuple(m for m in METHODS if m != "rtn")
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def convert_checkpoint(
     key = _key(settings, calibration, files, source)
     journal = Journal(work, key)
     resumed = len(journal.layers)
-    before, count = 0, source.config.num_layers
+    count = source.config.num_layers
     tensors: Entries = {}
     for index, values in enumerate(_layers(source, settings, calibration, journal, device, progress)):
         file = _layer_file(index)
@@ -205,13 +204,12 @@ def _layers(
             device=device, finished=[journal.read(_layer_file(i)) for i in range(done)],
             left_out=lambda name: settings.format_of(name) != (settings.weights, settings.granularity),
         )  # fmt: skip
-    pending: Values = {}
     held: Quantized | None = None
     for index in range(source.config.num_layers):
         if index < done:
             yield {}
             continue
-        pending = {} if held is None else {held.name: held.value}
+        pending: Values = {} if held is None else {held.name: held.value}
         held = None
         for one in made:
             if not one.name.startswith(f"model.layers.{index}."):

@@ -14,8 +14,6 @@ import struct
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +28,7 @@ from strata_lab.models.conversion import open_gguf
 from strata_lab.models.loader import CheckpointError, open_checkpoint
 from tests.checkpoints import write_checkpoint, write_gguf
 from tests.models import published as pub
-from tests.models.watch import open_descriptors, runs_code, watched
+from tests.models.watch import copy_of, open_descriptors, runs_code, watched
 
 FUZZ = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 KINDS = {
@@ -56,16 +54,6 @@ def good(tmp_path_factory) -> dict[str, Path]:
     torch.save(load_file(root / "bin" / "model.safetensors"), root / "bin" / "pytorch_model.bin")
     (root / "bin" / "model.safetensors").unlink()
     return folders
-
-
-@contextmanager
-def copy_of(folder: Path) -> Iterator[Path]:
-    target = Path(tempfile.mkdtemp(prefix="fuzz-"))
-    try:
-        shutil.copytree(folder, target / "m")
-        yield target / "m"
-    finally:
-        shutil.rmtree(target)
 
 
 def read_everything(path: Path, cache: Path | None = None) -> bool:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +20,7 @@ from strata_lab.quant.convert_model import ConvertSettings, convert_checkpoint
 from strata_lab.quant.forward import sequence_logits
 from tests.checkpoints import write_checkpoint
 from tests.models.test_hostile_files import JUNK, NAMES, SIZES, assert_nothing_is_open, join, split
-from tests.models.watch import watched
+from tests.models.watch import copy_of, watched
 
 FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 FAMILIES = {
@@ -42,16 +38,6 @@ def good(tmp_path_factory: Any) -> dict[str, Path]:
         convert_checkpoint(source, root / family, wanted)
         source.close()
     return {family: root / family for family in FAMILIES}
-
-
-@contextmanager
-def copy_of(folder: Path) -> Iterator[Path]:
-    target = Path(tempfile.mkdtemp(prefix="fuzz-"))
-    try:
-        shutil.copytree(folder, target / "m")
-        yield target / "m"
-    finally:
-        shutil.rmtree(target)
 
 
 def read_everything(folder: Path) -> bool:

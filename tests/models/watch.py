@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,3 +62,14 @@ def runs_code(event: str, arguments: tuple) -> bool:
     if event == "exec":
         return getattr(arguments[0], "co_filename", "").startswith("<string")
     return event != "open"
+
+
+@contextmanager
+def copy_of(folder: Path) -> Iterator[Path]:
+    """A copy of a folder that may be damaged; gone afterwards."""
+    target = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    try:
+        shutil.copytree(folder, target / "m")
+        yield target / "m"
+    finally:
+        shutil.rmtree(target)

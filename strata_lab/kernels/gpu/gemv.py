@@ -58,7 +58,7 @@ class GemvConfig:
 
 
 @triton.jit
-def _weight_tile(ptr, rows, C: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr):
+def weight_tile(ptr, rows, C: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr):
     """Elements C*SIZE.. of the rows; beyond the end zeros."""
     at = C * SIZE + tl.arange(0, SIZE)[None, :]
     if (C + 1) * SIZE <= STRIDE:
@@ -68,7 +68,7 @@ def _weight_tile(ptr, rows, C: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.cons
 
 
 @triton.jit
-def _group_tile(ptr, rows, C: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr, G: tl.constexpr):
+def group_tile(ptr, rows, C: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr, G: tl.constexpr):
     """One group value per lane, float16 [rows, lanes]."""
     COUNT: tl.constexpr = (K + G - 1) // G
     at = (C * CHUNK + tl.arange(0, LANES)[None, :] * (CHUNK // LANES)) // G
@@ -79,7 +79,7 @@ def _group_tile(ptr, rows, C: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.const
 
 
 @triton.jit
-def _columns(ptr, C: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, K: tl.constexpr,
+def columns(ptr, C: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, K: tl.constexpr,
              HALVES: tl.constexpr):  # fmt: skip
     """Columns of chunk C of a row as the weight tile has them: [rows, columns], with ROWS 0 [columns].
 
@@ -127,15 +127,15 @@ def gemv_kernel(
     w, scale, low = (), (), ()
     for c in tl.static_range(PRELOAD):
         for p in tl.static_range(PIECES):
-            w += (_weight_tile(w_ptr, rows[p], c, STRIDE, CHUNK // HALVES),)
+            w += (weight_tile(w_ptr, rows[p], c, STRIDE, CHUNK // HALVES),)
             if GROUPED:
-                scale += (_group_tile(scale_ptr, rows[p], c, CHUNK, LANES, K, GROUP),)
+                scale += (group_tile(scale_ptr, rows[p], c, CHUNK, LANES, K, GROUP),)
             if min_ptr is not None:
-                low += (_group_tile(min_ptr, rows[p], c, CHUNK, LANES, K, GROUP),)
+                low += (group_tile(min_ptr, rows[p], c, CHUNK, LANES, K, GROUP),)
     gains = ()  # shared: in time; else they would take too many registers
     if SHARE and norm_ptr is not None:
         for i in tl.static_range(CHUNKS * HALVES):
-            gains += (_columns(norm_ptr, i // HALVES, i % HALVES, 0, CHUNK, K, HALVES),)
+            gains += (columns(norm_ptr, i // HALVES, i % HALVES, 0, CHUNK, K, HALVES),)
     lane0 = tl.broadcast_to(tl.arange(0, LANES)[None, :], [ROWS, LANES])
     row_scale, bias, rest = (), (), ()
     for p in tl.static_range(PIECES):
@@ -157,7 +157,7 @@ def gemv_kernel(
         if SHARE:
             raw = ()
             for i in tl.static_range(CHUNKS * HALVES):
-                raw += (_columns(x_ptr + t * K, i // HALVES, i % HALVES, 0, CHUNK, K, HALVES),)
+                raw += (columns(x_ptr + t * K, i // HALVES, i % HALVES, 0, CHUNK, K, HALVES),)
             peak = tl.zeros([CHUNK // HALVES], tl.float32)
             for i in tl.static_range(CHUNKS * HALVES):
                 x = raw[i].to(tl.float32)
@@ -173,15 +173,15 @@ def gemv_kernel(
     for c in tl.static_range(CHUNKS):
         if c + PRELOAD < CHUNKS:
             for p in tl.static_range(PIECES):
-                w += (_weight_tile(w_ptr, rows[p], c + PRELOAD, STRIDE, CHUNK // HALVES),)
+                w += (weight_tile(w_ptr, rows[p], c + PRELOAD, STRIDE, CHUNK // HALVES),)
                 if GROUPED:
-                    scale += (_group_tile(scale_ptr, rows[p], c + PRELOAD, CHUNK, LANES, K, GROUP),)
+                    scale += (group_tile(scale_ptr, rows[p], c + PRELOAD, CHUNK, LANES, K, GROUP),)
                 if min_ptr is not None:
-                    low += (_group_tile(min_ptr, rows[p], c + PRELOAD, CHUNK, LANES, K, GROUP),)
+                    low += (group_tile(min_ptr, rows[p], c + PRELOAD, CHUNK, LANES, K, GROUP),)
         if norm_ptr is not None and not SHARE:
             gains = ()
             for h in tl.static_range(HALVES):
-                gains += (_columns(norm_ptr, c, h, ROWS, CHUNK, K, HALVES).to(tl.float32),)
+                gains += (columns(norm_ptr, c, h, ROWS, CHUNK, K, HALVES).to(tl.float32),)
         xs, sums, squares, units = (), (), (), ()
         for t in tl.static_range(T):
             total = tl.zeros([ROWS, LANES], tl.float32)
@@ -203,7 +203,7 @@ def gemv_kernel(
                         count += tl.sum(tl.reshape(x.to(tl.int32), [LANES, VEC]), axis=1)
                     x = tl.broadcast_to(x[None, :], [ROWS, CHUNK // HALVES])
                 else:
-                    x = _columns(x_ptr + t * K, c, h, ROWS, CHUNK, K, HALVES).to(tl.float32)
+                    x = columns(x_ptr + t * K, c, h, ROWS, CHUNK, K, HALVES).to(tl.float32)
                     if norm_ptr is not None:
                         sq += per_lane(x * x, VEC)
                         x *= gains[h]

@@ -19,13 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from strata_lab.kernels.gpu import launch
-from strata_lab.kernels.gpu.gemv_math import int_dot, now
+from strata_lab.kernels.gpu.gemv import HELD_REGISTERS, LOAD_BYTES, WARP, columns, group_tile, weight_tile
+from strata_lab.kernels.gpu.gemv_math import int_dot, now, planes, rounded
 from strata_lab.quant.base import LinearWeight
 
 BLOCK = 32  # columns that share a unit
-LOAD_BYTES = 16  # what one thread asks for at once
-HELD_REGISTERS = 96  # of a thread, for weights on their way
-WARP = 32
 PREPARED = 512  # columns of a program of `codes_kernel`
 
 
@@ -65,52 +63,16 @@ def codes_kernel(
         whole = tl.load(x_ptr + all_cols, mask=all_cols < K, other=0.0).to(tl.float32)
         factor = tl.rsqrt(tl.sum(whole * whole, axis=0) / K + eps)
         x *= gain
-    x = tl.reshape(x, [SIZE // 32, 32])
-    unit = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30) * (1.0 / 32512.0)  # of 2^15 - 2^8
-    q = (x * (1.0 / unit)[:, None] + 32768.5).to(tl.int32) - 32768  # rounds: the cast cuts what is positive
+    q, unit = rounded(x, tl.max(tl.reshape(tl.abs(x), [SIZE // 32, 32]), axis=1))
+    total = tl.sum(tl.reshape(q.to(tl.int32), [SIZE // 32, 32]), axis=1)
     block = tl.program_id(0) * (SIZE // 32) + tl.arange(0, SIZE // 32)
     real = block < (K + 31) // 32
     tl.store(unit_ptr + block, unit * factor, mask=real)
-    tl.store(sum_ptr + block, tl.sum(q, axis=1).to(tl.float32) * unit * factor, mask=real)
-    q = tl.reshape(q, [SIZE])
+    tl.store(sum_ptr + block, total.to(tl.float32) * unit * factor, mask=real)
+    low, high = planes(q, False)
     padded = cols < (K + 31) // 32 * 32
-    tl.store(low_ptr + cols, (q & 255).to(tl.uint8), mask=padded)
-    tl.store(high_ptr + cols, (q >> 8).to(tl.int8), mask=padded)
-
-
-@triton.jit
-def _tile(ptr, rows, C: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr):
-    """Bytes C*SIZE.. of the rows; beyond the end zeros."""
-    at = C * SIZE + tl.arange(0, SIZE)[None, :]
-    if (C + 1) * SIZE <= STRIDE:
-        return tl.load(ptr + rows * STRIDE + at, cache_modifier=".cg")
-    else:
-        return tl.load(ptr + rows * STRIDE + at, mask=at < STRIDE, other=0, cache_modifier=".cg")
-
-
-@triton.jit
-def _of_groups(ptr, rows, C: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr, COUNT: tl.constexpr,
-               GROUP: tl.constexpr):  # fmt: skip
-    """A number per lane [rows, lanes]: that of the group its `COLS` columns are in."""
-    at = (C * LANES + tl.arange(0, LANES)[None, :]) * COLS // GROUP
-    if (C + 1) * LANES * COLS <= COUNT * GROUP:
-        return tl.load(ptr + rows * COUNT + at)
-    else:
-        return tl.load(ptr + rows * COUNT + at, mask=at < COUNT, other=0.0)
-
-
-@triton.jit
-def _plane(ptr, C: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, HALVES: tl.constexpr,
-           PADDED: tl.constexpr):  # fmt: skip
-    """The bytes of x that meet chunk C of the weight (int4: its low or high nibbles), the same for every row."""
-    at = tl.arange(0, SIZE)
-    if HALVES == 2:
-        at = at // 16 * 32 + at % 16 + HALF * 16
-    at = tl.broadcast_to((C * SIZE * HALVES + at)[None, :], [ROWS, SIZE])
-    if (C + 1) * SIZE * HALVES <= PADDED:
-        return tl.load(ptr + at)
-    else:
-        return tl.load(ptr + at, mask=at < PADDED, other=0)
+    tl.store(low_ptr + cols, low, mask=padded)
+    tl.store(high_ptr + cols, high, mask=padded)
 
 
 @triton.jit
@@ -126,7 +88,6 @@ def gemv_int_kernel(
     SIZE: tl.constexpr = LANES * 16  # bytes of a row in a chunk
     CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
     STRIDE: tl.constexpr = (K + 31) // 32 * 16 if FORMAT == "int4" else K
-    COUNT: tl.constexpr = (K + GROUP - 1) // GROUP
     PADDED: tl.constexpr = (K + 31) // 32 * 32
     OUTS: tl.constexpr = PIECES // 2 if SILU else PIECES
     ABOUT: tl.constexpr = 8.0 if FORMAT == "int4" and min_ptr is None else 0.0  # the code that means 0
@@ -140,10 +101,10 @@ def gemv_int_kernel(
     w, scale, least = (), (), ()
     for c in tl.static_range(PRELOAD):
         for p in tl.static_range(PIECES):
-            w += (_tile(w_ptr, rows[p], c, STRIDE, SIZE),)
-            scale += (_of_groups(scale_ptr, rows[p], c, LANES, COLS, COUNT, GROUP),)
+            w += (weight_tile(w_ptr, rows[p], c, STRIDE, SIZE),)
+            scale += (group_tile(scale_ptr, rows[p], c, CHUNK, LANES, K, GROUP),)
             if min_ptr is not None:
-                least += (_of_groups(min_ptr, rows[p], c, LANES, COLS, COUNT, GROUP),)
+                least += (group_tile(min_ptr, rows[p], c, CHUNK, LANES, K, GROUP),)
     lane0 = tl.broadcast_to(tl.arange(0, LANES)[None, :], [ROWS, LANES])
     bias, rest = (), ()
     if bias_ptr is not None:
@@ -161,16 +122,16 @@ def gemv_int_kernel(
     for c in tl.static_range(CHUNKS):
         if c + PRELOAD < CHUNKS:
             for p in tl.static_range(PIECES):
-                w += (_tile(w_ptr, rows[p], c + PRELOAD, STRIDE, SIZE),)
-                scale += (_of_groups(scale_ptr, rows[p], c + PRELOAD, LANES, COLS, COUNT, GROUP),)
+                w += (weight_tile(w_ptr, rows[p], c + PRELOAD, STRIDE, SIZE),)
+                scale += (group_tile(scale_ptr, rows[p], c + PRELOAD, CHUNK, LANES, K, GROUP),)
                 if min_ptr is not None:
-                    least += (_of_groups(min_ptr, rows[p], c + PRELOAD, LANES, COLS, COUNT, GROUP),)
-        low = _plane(low_ptr, c, 0, ROWS, SIZE, HALVES, PADDED)
-        high = _plane(high_ptr, c, 0, ROWS, SIZE, HALVES, PADDED)
+                    least += (group_tile(min_ptr, rows[p], c + PRELOAD, CHUNK, LANES, K, GROUP),)
+        low = columns(low_ptr, c, 0, ROWS, CHUNK, PADDED, HALVES)
+        high = columns(high_ptr, c, 0, ROWS, CHUNK, PADDED, HALVES)
         low1, high1 = low, high
         if HALVES == 2:
-            low1 = _plane(low_ptr, c, 1, ROWS, SIZE, HALVES, PADDED)
-            high1 = _plane(high_ptr, c, 1, ROWS, SIZE, HALVES, PADDED)
+            low1 = columns(low_ptr, c, 1, ROWS, CHUNK, PADDED, HALVES)
+            high1 = columns(high_ptr, c, 1, ROWS, CHUNK, PADDED, HALVES)
         blocks = ((c * LANES + tl.arange(0, LANES)) * COLS // 32)[None, :] + tl.zeros([ROWS, 1], tl.int32)
         unit = tl.load(unit_ptr + blocks, mask=blocks < PADDED // 32, other=0.0)
         if min_ptr is not None or ABOUT > 0:

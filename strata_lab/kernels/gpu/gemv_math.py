@@ -160,9 +160,9 @@ def half_fma(w, x, acc, ASM: tl.constexpr):
 
 @triton.jit
 def rounded(x, amax):
-    """x [lanes * 16] as int16 tile and its unit [lanes]: 2^15 - 2^8 of them are the lane's largest magnitude `amax`."""
+    """x [lanes * columns] as int16 and its unit [lanes]: 2^15 - 2^8 of them are the lane's largest magnitude `amax`."""
     unit = tl.maximum(amax, 1e-30) * (1.0 / 32512.0)
-    lanes = tl.reshape(x, [amax.shape[0], 16])
+    lanes = tl.reshape(x, [amax.shape[0], x.shape[0] // amax.shape[0]])
     q = (lanes * (1.0 / unit)[:, None] + 32768.5).to(tl.int32) - 32768  # rounds: the cast cuts what is positive
     return tl.reshape(q, x.shape).to(tl.int16), unit
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from strata_lab.kernels.gpu.moe_half import first
+
 PARTS = 4  # sums per chunk of 32 columns
 
 
@@ -48,11 +50,6 @@ def stored_place(col):
 
 
 @triton.jit
-def _first(a, b):
-    return a
-
-
-@triton.jit
 def sums_of_eight_int4(w, low, high, ASM: tl.constexpr):
     """w [R, C, 16] bytes of two codes about 8, float16 activations of low and of high nibbles [R, C, 16] as stored.
 
@@ -61,7 +58,7 @@ def sums_of_eight_int4(w, low, high, ASM: tl.constexpr):
     """
     if ASM:  # a sum stands in the first of its four elements; the others are never looked at
         parts = tl.inline_asm_elementwise(SUMS, OPERANDS, [w, low, high], dtype=tl.float32, is_pure=False, pack=16)
-        return tl.reduce(tl.reshape(parts, [w.shape[0], w.shape[1], 4, 4]), 3, _first)
+        return tl.reduce(tl.reshape(parts, [w.shape[0], w.shape[1], 4, 4]), 3, first)
     else:
         a = _plain((w & 15).to(tl.float32) - 8.0, low)
         b = _plain((w >> 4).to(tl.float32) - 8.0, high)
