@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from strata_lab.config import EngineConfig, Optimizations
     from strata_lab.engine import LLMEngine
-    from strata_lab.request import SamplingParams
+    from strata_lab.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["EngineConfig", "LLMEngine", "Optimizations", "SamplingParams", "__version__"]

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
-from strata_lab.config import ModelConfig
+from strata_lab.model_config import ModelConfig
 from strata_lab.quant.base import PANEL_ROWS
 
 MIN_CAPABILITY = (8, 9)  # the first with float8 conversions in hardware

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from strata_lab.config import check_whole
 from strata_lab.prefix_cache import BlockNames, NoPrefixCache
+from strata_lab.settings import check_whole
 
 
 class OutOfBlocks(RuntimeError):

@@ -1,12 +1,11 @@
 """The composition root: the only file that reads toggles and turns each into a choice of object.
 
-`Builder.resolve` says what a wish means on this machine, or refuses it with the numbers, before anything is torn
-down. `Builder.parts` then makes the objects, reusing what two settings share. Nothing here runs a step.
+`resolve.py` has decided by then what a wish means on this machine. `Builder.parts` makes the objects, reusing what two
+settings share. Nothing here runs a step.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,38 +22,26 @@ from strata_lab.admission import (
     StaticAdmission,
 )
 from strata_lab.apply import Fallback
-from strata_lab.backends import why_no_cpu_kernels, why_no_gpu_kernels
 from strata_lab.block_manager import BlockManager
-from strata_lab.config import ConfigError, EngineConfig, Optimizations
+from strata_lab.config import EngineConfig, Optimizations
 from strata_lab.device_sampling import GpuSampling
 from strata_lab.graph_runner import CapturedStep, CompiledStep, CpuRecorder, CudaRecorder
 from strata_lab.kernels import bind
-from strata_lab.kv_cache import KVCache, block_bytes
-from strata_lab.layers.rotary import rotary_table
+from strata_lab.kv_cache import KVCache
 from strata_lab.layers.weights import ModelWeights
-from strata_lab.memory_forecast import workspace_nbytes
 from strata_lab.models import get_family
 from strata_lab.models.base import CausalLM, WeightReader, load_weights
-from strata_lab.models.loader import open_model
 from strata_lab.prefill_lane import PrefillLane
 from strata_lab.prefix_cache import BlockNames, NoPrefixCache, PrefixCache
 from strata_lab.quant import engine_granularity
 from strata_lab.quant.base import LinearWeight
+from strata_lab.resolve import ProgressFn, Resolver
 from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import EagerStep, Runner
 from strata_lab.sampler import Sampler
-from strata_lab.telemetry.ceilings import Ceilings, ceilings
-from strata_lab.telemetry.roofline import forecast
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KV_FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
-POOL_FIELDS = ("kv_cache_dtype", "gpu_memory_utilization")  # a change of these makes a new KV pool
-CPU_POOL_BYTES = 1 << 30  # enough for 16 streams of 2,800 tokens on the default model; a laptop has other work to do
 
 # Prompt tokens between two steps of decodes with `pd_split`: on 2 cores the default model takes 60 ms for 64.
 SLICE_TOKENS = {"cpu": 64, "cuda": 512}
-
-ProgressFn = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -73,136 +60,12 @@ class Parts:
     max_model_len: int
 
 
-class Builder:
-    """Makes and remakes `Parts` for one engine.
-
-    Args:
-        config: the engine's configuration.
-        progress: called with a task and a fraction during long work.
-    """
+class Builder(Resolver):
+    """Makes and remakes `Parts` for one engine."""
 
     def __init__(self, config: EngineConfig, progress: ProgressFn) -> None:
-        self.config, self.progress = config, progress
-        self.fallbacks: list[Fallback] = []
-        self.device = _device(config.device)
-        self.dtype = self._dtype(config.dtype)
-        self.checkpoint: Any = open_model(config.model, config.seed, self.device)
-        self.model_config = self.checkpoint.config
-        self.backend = self._backend()
-        self.ceilings = self._ceilings()
-        self.rotary = rotary_table(self.model_config, self.model_config.max_position, self.device)
+        super().__init__(config, progress)
         self._runners: dict[tuple[Any, ...], Any] = {}  # with the captures of the weights and pool in force
-        self._planned_blocks: dict[Any, int] = {}  # what the latest `resolve` promised
-
-    def _ceilings(self) -> Ceilings | None:
-        """The card's measured limits, while its memory is still free; from the cache folder after the first time."""
-        if self.backend != "triton":
-            return None
-        self.progress("measuring the card", 0.0)
-        return ceilings(self.device)
-
-    # -- what a wish means here ---------------------------------------------------------------------------------
-
-    def resolve(self, wish: Optimizations, current: Parts | None = None) -> Optimizations:
-        """`wish` with every None decided; raises `ConfigError` for what cannot be done here.
-
-        A None that the pool in force decides (`max_model_len`) stays as it is while that pool stays.
-        """
-        limit = self.model_config.max_position
-        if wish.max_model_len is not None and wish.max_model_len > limit:
-            raise ConfigError(
-                f"max_model_len={wish.max_model_len} is more than the {limit} positions {self.checkpoint.name} was "
-                f"made for; try {limit}"
-            )
-        changes: dict[str, Any] = {}
-        if wish.weight_format is None:
-            changes["weight_format"] = self._stored_format()
-        if wish.kv_cache_dtype is None:
-            changes["kv_cache_dtype"] = KV_FORMAT_OF[self.dtype]
-        resolved = wish.replace(changes)
-        self._planned_blocks.clear()
-        tokens = self._pool_blocks(resolved, current) * self.config.block_size
-        if wish.max_model_len is None:
-            return resolved.replace({"max_model_len": min(limit, tokens)})
-        if wish.max_model_len > tokens:
-            needed = -(-wish.max_model_len // self.config.block_size)
-            raise ConfigError(
-                f"max_model_len={wish.max_model_len} needs {needed} KV blocks but the pool has "
-                f"{tokens // self.config.block_size} ({tokens} tokens); try max_model_len={tokens}, a larger "
-                f"gpu_memory_utilization or num_kv_blocks, or kv_cache_dtype='fp8'"
-            )
-        return resolved
-
-    def _pool_blocks(self, resolved: Optimizations, current: Parts | None) -> int:
-        """Blocks of the pool in force where it can stay, else of the one to be made."""
-        if current is not None and not _differ(resolved, current.optimizations, POOL_FIELDS):
-            blocks = current.kv.num_blocks
-            if (resolved.max_model_len or 0) <= blocks * self.config.block_size:
-                return blocks
-        key = (resolved.weight_format, resolved.kv_cache_dtype, resolved.gpu_memory_utilization)
-        if key not in self._planned_blocks:  # before anything is loaded: what is free afterwards is another number
-            self._planned_blocks[key] = self.num_kv_blocks(resolved, current)
-        return self._planned_blocks[key]
-
-    def num_kv_blocks(self, resolved: Optimizations, current: Parts | None) -> int:
-        """Blocks of the pool: as configured, or what all streams could fill, within the memory there is."""
-        if self.config.num_kv_blocks is not None:
-            return self.config.num_kv_blocks
-        per_block = block_bytes(self.model_config, self.config.block_size, resolved.kv_cache_dtype or "bf16")
-        length = resolved.max_model_len or self.model_config.max_position
-        wanted = resolved.max_num_seqs * -(-length // self.config.block_size)
-        budget = self._memory_budget(resolved, current)
-        blocks = min(wanted, budget // per_block)
-        if blocks < 1:
-            raise ConfigError(
-                f"gpu_memory_utilization={resolved.gpu_memory_utilization} leaves {budget / 2**20:.0f} MiB for the KV "
-                f"cache, less than one block of {per_block / 2**20:.2f} MiB; try a larger share or a smaller model"
-            )
-        return int(blocks)
-
-    def _memory_budget(self, resolved: Optimizations, current: Parts | None) -> int:
-        """Bytes for the KV pool: what is free now, less what is still to come and what must stay free."""
-        utilization = resolved.gpu_memory_utilization
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            free, total = torch.cuda.mem_get_info(self.device)
-            loaded = current is not None and current.optimizations.weight_format == resolved.weight_format
-            weights = 0 if loaded else self.weight_nbytes(resolved.weight_format or "bf16")
-            workspace = workspace_nbytes(self.model_config, resolved.max_num_batched_tokens, resolved.max_num_seqs)
-            return max(0, int(free - (1 - utilization) * total - weights - workspace))
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(CPU_POOL_BYTES, int(free * utilization))
-
-    def weight_nbytes(self, weight_format: str) -> int:
-        """Forecast of all weights in a format, as this engine would make them."""
-        granularity = engine_granularity(weight_format, self.device.type)
-        return forecast(self.model_config, weight_format, "bf16", granularity).stored_bytes
-
-    def _stored_format(self) -> str:
-        if self.dtype is torch.float32 and self.config.dtype == "float32":
-            return "fp32"  # asking for float32 by name asks for the checkpoint's exact values
-        return self.checkpoint.stored_format
-
-    def _dtype(self, name: str) -> torch.dtype:
-        if self.device.type == "cuda":
-            return DTYPES["bfloat16" if name == "auto" else name]
-        if name not in ("auto", "float32"):
-            self.fallbacks.append(Fallback("dtype", f"activations are float32 on a CPU, not {name}"))
-        return torch.float32
-
-    def _backend(self) -> str:
-        if self.device.type == "cuda":
-            return self._gpu_backend()
-        reason = why_no_cpu_kernels(self.model_config, self.progress)
-        if reason:
-            self.fallbacks.append(Fallback("cpu kernels", reason))
-        return "reference" if reason else "cpu"
-
-    def _gpu_backend(self) -> str:
-        reason = why_no_gpu_kernels(self.device)
-        if reason:
-            self.fallbacks.append(Fallback("gpu kernels", reason))
-        return "reference" if reason else "triton"
 
     # -- making the objects -------------------------------------------------------------------------------------
 
@@ -317,30 +180,10 @@ class Builder:
         """Drop every runner, and with it captures and what they hold."""
         self._runners = {}
 
-    def why_not_captured(self) -> str:
-        """Why `cuda_graph` has no effect here; empty where it has."""
-        if self.device.type == "cpu" and self.model_config.num_experts:
-            return "which experts run depends on the data, so the step of a mixture of experts stays eager on a CPU"
-        if self.device.type == "cpu" and self.backend == "reference":
-            return "without the CPU kernels the step stays eager"
-        return ""
-
     def close(self) -> None:
         """Drop every reference to device memory and to the checkpoint."""
         self.forget_captures()
         self.checkpoint.close()
-
-
-def _differ(a: Optimizations, b: Optimizations, names: tuple[str, ...]) -> bool:
-    return any(getattr(a, name) != getattr(b, name) for name in names)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device={name!r}: torch {torch.__version__} sees no CUDA device; try device='cpu'")
-    return torch.device(name)
 
 
 def changed_fields(before: Optimizations, after: Optimizations) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from strata_lab.request import RequestError
+from strata_lab.sampling_params import RequestError
 
 
 @lru_cache(maxsize=16)

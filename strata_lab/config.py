@@ -11,12 +11,12 @@ from `toggles()`; none of them lists a toggle by hand.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
+
+from strata_lab.settings import ConfigError, Toggle, check_names, check_whole, toggle
 
 DEFAULT_MODEL = "smollm2-135m"
 BLOCK_SIZES = (8, 16, 32)
@@ -26,143 +26,62 @@ DEVICES = ("auto", "cpu", "cuda")
 CAPTURES = ("replay", "inductor")
 
 
-class ConfigError(ValueError):
-    """A setting is wrong. The message names the value, the rule and a value that works."""
-
-
-@dataclass(frozen=True)
-class Toggle:
-    """What is known about one field of `Optimizations` (derived, see `toggles()`).
-
-    Attributes:
-        name: field name, also the CLI flag (with dashes) and the widget label.
-        doc: one sentence for help texts and tooltips.
-        kind: "bool", "choice", "int" or "float".
-        choices: legal values of a choice, off value first; empty for other kinds.
-        minimum, maximum: inclusive bounds of a number; None where there is none.
-        off: the value in `Optimizations.none()`.
-        default: the value in `Optimizations()`.
-        cost: "live" (a swap between two steps) or "rebuild" (weights or pools are rebuilt).
-        lossless: whether greedy tokens are unchanged by it.
-        optional: whether None is legal; it then means "decided at load time".
-    """
-
-    name: str
-    doc: str
-    kind: Literal["bool", "choice", "int", "float"]
-    choices: tuple[str, ...]
-    minimum: float | None
-    maximum: float | None
-    off: Any
-    default: Any
-    cost: Literal["live", "rebuild"]
-    lossless: bool
-    optional: bool
-
-    def check(self, value: Any) -> Any:
-        """Return `value` in the field's type, or raise `ConfigError` naming a value that works."""
-        if value is None and self.optional:
-            return None
-        if self.kind == "bool":
-            if isinstance(value, bool):
-                return value
-            raise ConfigError(f"{self.name}={value!r} must be True or False; try {self.default}")
-        if self.kind == "choice":
-            if value in self.choices:
-                return value
-            raise ConfigError(
-                f"{self.name}={value!r} must be one of {', '.join(self.choices)}; try {self.choices[0]!r}"
-            )
-        return self._check_number(value)
-
-    def _check_number(self, value: Any) -> int | float:
-        example = self.default if self.default is not None else self.minimum
-        whole = self.kind == "int"
-        is_number = isinstance(value, int) or (not whole and isinstance(value, float) and math.isfinite(value))
-        if isinstance(value, bool) or not is_number:
-            raise ConfigError(f"{self.name}={value!r} must be a {'whole ' if whole else ''}number; try {example}")
-        if self.minimum is not None and value < self.minimum:
-            raise ConfigError(f"{self.name}={value} must be at least {self.minimum:g}; try {example}")
-        if self.maximum is not None and value > self.maximum:
-            raise ConfigError(f"{self.name}={value} must be at most {self.maximum:g}; try {example}")
-        return int(value) if whole else float(value)
-
-
-def _toggle(
-    doc: str,
-    default: Any,
-    off: Any,
-    *,
-    cost: str = "live",
-    lossless: bool = True,
-    choices: tuple[str, ...] = (),
-    minimum: float | None = None,
-    maximum: float | None = None,
-    number: str = "",
-    optional: bool = False,
-) -> Any:
-    kind = "choice" if choices else (number or "bool")
-    meta = {"doc": doc, "kind": kind, "choices": choices, "minimum": minimum, "maximum": maximum, "off": off,
-            "cost": cost, "lossless": lossless, "optional": optional}  # fmt: skip
-    return field(default=default, metadata={"toggle": meta})
-
-
 @dataclass(frozen=True, kw_only=True)
 class Optimizations:
     """The toggles. Defaults are what suits most people; `none()` is the slow, obviously right engine."""
 
-    cuda_graph: bool = _toggle(
+    cuda_graph: bool = toggle(
         "Replay the decode step from a capture instead of launching it op by op "
         "(a CUDA graph on a GPU, recorded operator calls on a CPU).",
         default=True, off=False,
     )  # fmt: skip
-    fused_kernels: bool = _toggle(
+    fused_kernels: bool = toggle(
         "Run norm+QKV, RoPE+cache write, gate/up+SiLU and projection+residual as one kernel each.",
         default=True, off=False,
     )  # fmt: skip
-    weight_format: str | None = _toggle(
+    weight_format: str | None = toggle(
         "Number format of the linear layers' weights; None takes what the checkpoint is stored in.",
         default=None, off="bf16", choices=WEIGHT_FORMATS, cost="rebuild", lossless=False, optional=True,
     )  # fmt: skip
-    kv_cache_dtype: str | None = _toggle(
+    kv_cache_dtype: str | None = toggle(
         "Number format of the KV cache; None takes the engine's dtype.",
         default=None, off="bf16", choices=("bf16", "fp32", "fp8"), cost="rebuild", lossless=False, optional=True,
     )  # fmt: skip
-    pd_split: bool = _toggle(
+    pd_split: bool = toggle(
         "Give prompts steps of their own, in bounded slices between the decode steps, so that a long prompt does not "
         "stall running streams.",
         default=False, off=False,
     )  # fmt: skip
-    continuous_batching: bool = _toggle(
+    continuous_batching: bool = toggle(
         "Admit a new request as soon as there is room; off waits until the whole batch has finished.",
         default=True, off=False,
     )  # fmt: skip
-    prefix_cache: bool = _toggle(
+    prefix_cache: bool = toggle(
         "Keep the KV cache of texts that have ended, and start a request whose prompt begins like one of them behind "
         "what they share.",
         default=True, off=False,
     )  # fmt: skip
-    scheduling_policy: str = _toggle(
+    scheduling_policy: str = toggle(
         "Who waits in which order: first come, first served, or the highest priority first, which then also takes the "
         "place of running requests of lower priority.",
         default="fcfs", off="fcfs", choices=("fcfs", "priority"),
     )  # fmt: skip
-    max_passes: int = _toggle(
+    max_passes: int = toggle(
         "How many shorter requests may go before one that must wait for KV blocks; 0 keeps the order of the queue.",
         default=4, off=0, number="int", minimum=0, maximum=1024,
     )  # fmt: skip
-    max_num_seqs: int = _toggle(
+    max_num_seqs: int = toggle(
         "Most requests that run at the same time.", default=16, off=16, number="int", minimum=1, maximum=1024
     )
-    max_num_batched_tokens: int = _toggle(
+    max_num_batched_tokens: int = toggle(
         "Most tokens in one step, prompt slices and decode tokens together; a longer prompt is sliced.",
         default=512, off=512, number="int", minimum=1, maximum=131072,
     )  # fmt: skip
-    gpu_memory_utilization: float = _toggle(
+    gpu_memory_utilization: float = toggle(
         "Share of the device's memory that weights, KV cache and workspace may take together.",
         default=0.9, off=0.9, number="float", minimum=0.05, maximum=1.0, cost="rebuild",
     )  # fmt: skip
-    max_model_len: int | None = _toggle(
+    max_model_len: int | None = toggle(
         "Longest prompt plus output of one request, in tokens; None takes the model's own limit.",
         default=None, off=None, number="int", minimum=2, cost="rebuild", optional=True,
     )  # fmt: skip
@@ -191,21 +110,6 @@ def toggles() -> tuple[Toggle, ...]:
     return tuple(
         Toggle(name=f.name, default=f.default, **f.metadata["toggle"]) for f in dataclasses.fields(Optimizations)
     )
-
-
-def check_names(given: Mapping[str, Any], known: list[str], what: str) -> None:
-    """Raise `ConfigError` for the first name in `given` that is not in `known`, with the nearest match."""
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise ConfigError(f"unknown {what} {name!r}; {hint}")
-
-
-def check_whole(name: str, value: Any, minimum: int, example: int) -> None:
-    """Raise `ConfigError` unless `value` is a whole number of at least `minimum`; `example` is one that works."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ConfigError(f"{name}={value!r} must be a whole number of at least {minimum}; try {example}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,68 +185,3 @@ def engine_config(
         model=model, optimizations=Optimizations() if optimizations is None else optimizations, **fixed
     )
     return dataclasses.replace(start, optimizations=start.optimizations.replace(changes))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Geometry of a decoder-only model, in the names of the field (Hugging Face's `config.json`, made regular).
-
-    Attributes:
-        architecture: key of the model registry: "llama", "qwen2", "qwen3" or "qwen3_moe".
-        vocab_size: V.
-        hidden_size: width of the residual stream.
-        num_layers: decoder layers.
-        num_q_heads, num_kv_heads, head_dim: H, Hkv and D.
-        intermediate_size: width of the dense MLP.
-        max_position: longest sequence the model was made for.
-        rope_theta: base of the rotary frequencies.
-        rope_scaling: None, or the parameters of the "linear" or "llama3" scaling rule.
-        rms_norm_eps: epsilon of every norm.
-        tie_word_embeddings: the LM head is the embedding.
-        attention_bias: q, k and v projections have a bias (Qwen2).
-        qk_norm: q and k heads are normalized before RoPE (Qwen3).
-        num_experts: 0 for a dense model.
-        num_experts_per_tok, moe_intermediate_size, norm_topk_prob: routing (Qwen3-MoE).
-        bos_token_id: None where the model has none.
-        eos_token_ids: any of them ends a text.
-    """
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    max_position: int
-    rope_theta: float = 10000.0
-    rope_scaling: Mapping[str, Any] | None = None
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    qk_norm: bool = False
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
-    norm_topk_prob: bool = True
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        sizes = ("vocab_size", "hidden_size", "num_layers", "num_q_heads", "num_kv_heads", "head_dim", "max_position")
-        for name in sizes:
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r} in the model's config must be a whole number of at least 1")
-        if self.num_q_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_q_heads={self.num_q_heads} must be a multiple of num_kv_heads={self.num_kv_heads}; "
-                "check num_attention_heads and num_key_value_heads in the model's config"
-            )
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim={self.head_dim} must be even for rotary embeddings; try {self.head_dim + 1}")
-        if self.num_experts and not 0 < self.num_experts_per_tok <= self.num_experts:
-            raise ConfigError(
-                f"num_experts_per_tok={self.num_experts_per_tok} must be from 1 to num_experts={self.num_experts}"
-            )

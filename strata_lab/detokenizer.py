@@ -12,7 +12,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from strata_lab.request import SamplingParams
+from strata_lab.sampling_params import SamplingParams
 from strata_lab.tokenizer import Tokenizer
 
 _CONTEXT_TOKENS = 8  # prompt tokens that a decoder may look back on (one would do for the decoders that exist)

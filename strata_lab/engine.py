@@ -18,13 +18,15 @@ import torch
 
 from strata_lab.apply import ApplyReport, Fallback, FieldResult, Status
 from strata_lab.build import Builder, changed_fields
-from strata_lab.config import DEFAULT_MODEL, ConfigError, EngineConfig, Optimizations, engine_config, toggles
+from strata_lab.config import DEFAULT_MODEL, EngineConfig, Optimizations, engine_config, toggles
 from strata_lab.engine_loop import EngineClosedError, EngineLoop
 from strata_lab.events import EventLog, ProgressEvent, StepEvent, TokenEvent
 from strata_lab.explain import explain
-from strata_lab.request import RequestOutput, SamplingParams
+from strata_lab.request import RequestOutput
+from strata_lab.sampling_params import SamplingParams
 from strata_lab.scheduler import Scheduler
 from strata_lab.session import Intake, Prompt, TokenStream, collect
+from strata_lab.settings import ConfigError
 from strata_lab.stats import EngineStats
 from strata_lab.telemetry.ceilings import Ceilings
 from strata_lab.weight_exchange import exchange, room_for

@@ -14,16 +14,15 @@ from concurrent.futures import Future
 
 from strata_lab.block_manager import BlockManager
 from strata_lab.build import Parts, changed_fields
-from strata_lab.config import ModelConfig
 from strata_lab.events import EventLog, SettingEvent, StepEvent, TokenEvent
+from strata_lab.model_config import ModelConfig
 from strata_lab.prefill_lane import PrefillLane
 from strata_lab.runner import StepResult
 from strata_lab.sampler import SampledTokens
 from strata_lab.scheduler import ScheduledBatch, Scheduler
 from strata_lab.session import Session
-from strata_lab.stats import EngineStats
+from strata_lab.stats import EngineStats, StepAccounts
 
-RATE_WINDOW_S = 1.0  # over which `EngineStats.output_tok_s` looks back
 MAX_KEPT_OUTPUTS = 1024  # finished requests whose output nobody has fetched
 
 
@@ -50,8 +49,7 @@ class EngineLoop:
         self._sessions: dict[str, Session] = {}
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._num_steps = self._num_output_tokens = 0
-        self._recent: deque[tuple[float, int]] = deque()  # (end of step, tokens), the rate window
+        self._accounts = StepAccounts(config)
 
     # -- called by any thread -----------------------------------------------------------------------------------
 
@@ -124,15 +122,7 @@ class EngineLoop:
         """Counters and memory, as of now."""
         with self._lock:
             self.check_open()
-            self._trim_window(time.perf_counter())
-            return EngineStats.of(
-                self.parts,
-                self.scheduler,
-                bytes_per_step=self.parts.weights.bytes_read(self.config, 1),
-                output_tok_s=sum(n for _, n in self._recent) / RATE_WINDOW_S,
-                num_steps=self._num_steps,
-                num_output_tokens=self._num_output_tokens,
-            )
+            return EngineStats.of(self.parts, self.scheduler, self._accounts)
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -183,7 +173,7 @@ class EngineLoop:
         """Book a computed batch and hand its tokens out."""
         with self._lock:
             tokens = self._commit(batch, result.tokens, times[2])
-            event = self._report(batch, tokens, result, times)
+            event = self._accounts.book(batch, tokens, result, times, self.parts, self.scheduler)
             self.events.append(event)  # before the tokens go out: who has the last token can see its step
             for token in tokens:
                 self._sessions[token.request_id].deliver(token)
@@ -205,44 +195,6 @@ class EngineLoop:
                 self.scheduler.finish(request, event.finish_reason, event.error)
             events.append(event)
         return tuple(events)
-
-    def _report(
-        self,
-        batch: ScheduledBatch,
-        tokens: tuple[TokenEvent, ...],
-        result: StepResult,
-        times: tuple[float, float, float],
-    ) -> StepEvent:
-        start, scheduled, ran = times
-        blocks, parts = self.scheduler.blocks, self.parts
-        context = sum(item.start + item.num_tokens for item in batch.items)
-        end = time.perf_counter()
-        self._num_steps += 1
-        self._num_output_tokens += len(tokens)
-        self._recent.append((end, len(tokens)))
-        self._trim_window(end)
-        return StepEvent(
-            step=self._num_steps - 1,
-            t_s=end,
-            duration_ms=(end - start) * 1e3,
-            schedule_ms=(scheduled - start) * 1e3,
-            forward_ms=result.forward_ms,
-            sample_ms=result.sample_ms,
-            commit_ms=(end - ran) * 1e3,
-            num_prefill_tokens=batch.num_prefill_tokens,
-            num_decode_tokens=batch.num_decode_tokens,
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
-            num_preempted=len(batch.preempted),
-            kv_blocks_used=blocks.num_used,
-            kv_blocks_total=blocks.num_blocks,
-            bytes_moved=parts.weights.bytes_read(self.config, batch.num_tokens) + context * parts.kv.bytes_per_token,
-            tokens=tokens,
-        )
-
-    def _trim_window(self, now_s: float) -> None:
-        while self._recent and self._recent[0][0] < now_s - RATE_WINDOW_S:
-            self._recent.popleft()
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
         message = f"the step failed: {type(error).__name__}: {error}"

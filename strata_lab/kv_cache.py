@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from strata_lab.config import ModelConfig
 from strata_lab.layers.attention import LayerKV
+from strata_lab.model_config import ModelConfig
 
 KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 

@@ -5,7 +5,7 @@ The pool is sized by what weights (`telemetry.roofline.forecast`) and this leave
 
 from __future__ import annotations
 
-from strata_lab.config import ModelConfig
+from strata_lab.model_config import ModelConfig
 
 GRAPH_BYTES = 512 << 20  # captures with their private pool, and libraries' handles
 LOGIT_COPIES = 3  # logits in float32, and what the host's sampler makes of them

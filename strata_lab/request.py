@@ -7,19 +7,12 @@ that are not computed yet", so there is no phase flag to keep in step with the t
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
-MAX_LOGPROBS = 20  # OpenAI's limit
-MAX_STOP_STRINGS = 16
-
-
-class RequestError(ValueError):
-    """A request cannot be served as asked. The message names the value, the rule and a value that works."""
+from strata_lab.sampling_params import RequestError, SamplingParams
 
 
 class RequestState(Enum):
@@ -38,108 +31,6 @@ _MOVES = {
     RequestState.PREEMPTED: {RequestState.RUNNING, RequestState.FINISHED},
     RequestState.FINISHED: set(),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How tokens are chosen and when to stop.
-
-    Order of application: logit_bias, repetition / presence / frequency penalties, temperature, top_k, top_p, min_p.
-
-    Attributes:
-        temperature: 0 is greedy.
-        top_p: smallest set of tokens whose probability reaches top_p; 1 is off.
-        top_k: the k most likely tokens; 0 is off.
-        min_p: tokens at least min_p times as likely as the best one; 0 is off.
-        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output
-            (Keskar et al. 2019, CTRL); 1 is off.
-        presence_penalty: subtracted once from the logits of tokens already generated.
-        frequency_penalty: subtracted once per occurrence in the output.
-        logit_bias: token id to a number added to its logit; -100 forbids in practice.
-        seed: same seed, same prompt: same text, whatever else runs in the batch. None draws a seed.
-        max_tokens: most tokens to generate.
-        stop: strings that end the text; they are not part of it unless `include_stop_str_in_output`.
-        stop_token_ids: token ids that end the text, beside the model's own.
-        ignore_eos: go on after the model's end token (for benchmarks).
-        logprobs: how many alternatives' log probabilities to return per token (0: only the chosen one's);
-            None returns none. They are of the distribution before temperature and filters.
-        include_stop_str_in_output: keep the stop string in the text.
-        skip_special_tokens: leave special tokens out of the text.
-        timeout_s: seconds after which the request ends, wherever it is, with what it has; None waits for ever.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    max_tokens: int = 256
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    timeout_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name, kind, example in (
-            ("stop", Iterable, "()"),
-            ("stop_token_ids", Iterable, "()"),
-            ("logit_bias", Mapping, "{}"),
-        ):
-            if not isinstance(getattr(self, name), kind):
-                raise RequestError(f"{name}={getattr(self, name)!r} must be a collection; try {example} for none")
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        _bounded("temperature", self.temperature, 0.0, 100.0, "0 for greedy, or 0.7")
-        _bounded("top_p", self.top_p, 0.0, 1.0, "0.9, or 1 for off", open_low=True)
-        _bounded("min_p", self.min_p, 0.0, 1.0, "0.05, or 0 for off")
-        _bounded("repetition_penalty", self.repetition_penalty, 0.0, 10.0, "1.1, or 1 for off", open_low=True)
-        _bounded("presence_penalty", self.presence_penalty, -2.0, 2.0, "0")
-        _bounded("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "0")
-        _whole("top_k", self.top_k, 0, None, "40, or 0 for off")
-        _whole("max_tokens", self.max_tokens, 1, None, "256")
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, "5, or None for off")
-        if self.timeout_s is not None:
-            _bounded("timeout_s", self.timeout_s, 0.0, 1e9, "30, or None for no limit", open_low=True)
-        if self.seed is not None:
-            _whole("seed", self.seed, 0, 2**63 - 1, "42")
-        if len(self.stop) > MAX_STOP_STRINGS or any(not isinstance(s, str) or not s for s in self.stop):
-            raise RequestError(
-                f"stop={self.stop!r} must be at most {MAX_STOP_STRINGS} non-empty strings; try ('\\n\\n',)"
-            )
-        for token_id in self.stop_token_ids:
-            _whole("stop_token_ids", token_id, 0, None, "the model's end token, or ()")
-        for token_id, bias in self.logit_bias.items():
-            _whole("logit_bias key", token_id, 0, None, "a token id such as 42")
-            _bounded("logit_bias value", bias, -100.0, 100.0, "-100 to forbid, 5 to favour")
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
-        return self.temperature == 0.0
-
-
-def _bounded(name: str, value: Any, low: float, high: float, example: str, *, open_low: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value > high or value < low or (open_low and value == low):
-        left = "(" if open_low else "["
-        raise RequestError(f"{name}={value!r} must be a number in {left}{low:g}, {high:g}]; try {example}")
-
-
-def _whole(name: str, value: Any, low: int, high: int | None, example: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise RequestError(f"{name}={value!r} must be a whole number, {bound}; try {example}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ from strata_lab.admission import Admission, FirstComeFirstServed, MixedPrefill, 
 from strata_lab.batch import ScheduledBatch
 from strata_lab.block_manager import BlockManager
 from strata_lab.capacity import why_never_fits
-from strata_lab.config import ConfigError, check_names, check_whole
-from strata_lab.request import Request, RequestError, RequestState
+from strata_lab.request import Request, RequestState
+from strata_lab.sampling_params import RequestError
+from strata_lab.settings import ConfigError, check_names, check_whole
 from strata_lab.waiting_queue import MAX_WAITING, MAX_WAITING_TOKENS, WaitingQueue
 
 # The numbers `configure` takes: smallest legal value, and one that works.

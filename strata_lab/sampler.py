@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strata_lab.request import Request, SamplingParams, TokenLogprobs
+from strata_lab.request import Request, TokenLogprobs
 from strata_lab.sampling_draw import (
     HEAD,
     MAX_VOCAB_SIZE,
@@ -27,6 +27,7 @@ from strata_lab.sampling_draw import (
     log_probabilities,
 )
 from strata_lab.sampling_edits import LogitEdits, edits_logits
+from strata_lab.sampling_params import SamplingParams
 from strata_lab.sampling_random import seed_keys, uniforms
 
 NO_TOKEN = -1  # token id where there is an error instead

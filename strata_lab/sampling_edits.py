@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strata_lab.request import Request, SamplingParams
+from strata_lab.request import Request
+from strata_lab.sampling_params import SamplingParams
 
 
 def edits_logits(params: SamplingParams) -> bool:

@@ -14,10 +14,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from strata_lab.config import ModelConfig
 from strata_lab.detokenizer import Detokenizer
 from strata_lab.events import TokenEvent
-from strata_lab.request import Request, RequestError, RequestOutput, SamplingParams, TokenLogprobs, check_token_ids
+from strata_lab.model_config import ModelConfig
+from strata_lab.request import Request, RequestOutput, TokenLogprobs, check_token_ids
+from strata_lab.sampling_params import RequestError, SamplingParams
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 ASYNC_POLL_S = 0.25  # how long an abandoned asyncio reader may keep its helper thread

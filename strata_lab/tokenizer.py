@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from strata_lab.request import RequestError
+from strata_lab.sampling_params import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _EXAMPLE = "[{'role': 'user', 'content': 'Hello'}]"

@@ -11,7 +11,8 @@ from bisect import insort
 from collections.abc import Iterator
 
 from strata_lab.admission import QueueOrder, Seniority
-from strata_lab.request import Request, RequestError
+from strata_lab.request import Request
+from strata_lab.sampling_params import RequestError
 
 MAX_WAITING = 1024
 MAX_WAITING_TOKENS = 1 << 20  # a thousand prompts of a thousand tokens

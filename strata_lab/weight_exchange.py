@@ -16,11 +16,12 @@ import torch
 
 from strata_lab.batch import ScheduledBatch
 from strata_lab.build import Builder, Parts
-from strata_lab.config import ConfigError, Optimizations
+from strata_lab.config import Optimizations
 from strata_lab.engine_loop import EngineLoop
 from strata_lab.memory_forecast import conversion_nbytes
 from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import Runner, StepResult
+from strata_lab.settings import ConfigError
 from strata_lab.telemetry import hardware
 
 GIB = 1 << 30

@@ -13,9 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from strata_lab.apply import ApplyReport, FieldResult
-from strata_lab.config import ConfigError, Optimizations
+from strata_lab.config import Optimizations
 from strata_lab.events import EventLog, ProgressEvent, SettingEvent, StepEvent, TokenEvent
-from strata_lab.request import RequestError, RequestOutput, SamplingParams
+from strata_lab.request import RequestOutput
+from strata_lab.sampling_params import RequestError, SamplingParams
+from strata_lab.settings import ConfigError
 
 WORDS = ("the ", "sky ", "scatters ", "blue ", "light ", "<b>more</b> ", "than ", "red\n")
 

@@ -16,7 +16,8 @@ from strata_lab.admission import ContinuousAdmission
 from strata_lab.batch import ScheduledBatch
 from strata_lab.block_manager import BlockManager
 from strata_lab.prefix_cache import PrefixCache
-from strata_lab.request import Request, SamplingParams
+from strata_lab.request import Request
+from strata_lab.sampling_params import SamplingParams
 from strata_lab.scheduler import Scheduler
 
 POISON = -1

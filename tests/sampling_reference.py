@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strata_lab.request import Request, SamplingParams
+from strata_lab.request import Request
+from strata_lab.sampling_params import SamplingParams
 
 INF = math.inf
 GREEDY = {"temperature": 0.0}

@@ -23,12 +23,13 @@ from strata_lab.bench.harness import Environment, Record, RooflineExceeded, Spre
 from strata_lab.bench.measure import RunFailed, run, summarize
 from strata_lab.bench.svg import nice_ticks, number
 from strata_lab.bench.workloads import TEXT_FILE, article, batch, single_stream, text_tokens, uneven
-from strata_lab.config import ConfigError, Optimizations, toggles
+from strata_lab.config import Optimizations, toggles
 from strata_lab.engine import LLMEngine
 from strata_lab.events import EVENT_CAPACITY, EventLog, StepEvent, TokenEvent
 from strata_lab.models.presets import PRESETS
 from strata_lab.quant import FORMATS, get_format
 from strata_lab.request import RequestOutput
+from strata_lab.settings import ConfigError
 from strata_lab.telemetry import bandwidth, roofline
 from strata_lab.telemetry.bandwidth import Bandwidth
 from tests.checkpoints import write_checkpoint

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from strata_lab.block_manager import BlockManager, OutOfBlocks
-from strata_lab.config import ConfigError
+from strata_lab.settings import ConfigError
 
 
 @pytest.mark.parametrize(

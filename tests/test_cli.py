@@ -17,9 +17,10 @@ from strata_lab import __version__, cli
 from strata_lab.bench.harness import Environment, Spread
 from strata_lab.cli import answers
 from strata_lab.cli.options import attribute_docs, parse_toggle, sampling_flags, toggle_flags
-from strata_lab.config import ConfigError, EngineConfig, toggles
+from strata_lab.config import EngineConfig, toggles
 from strata_lab.events import TokenEvent
-from strata_lab.request import SamplingParams
+from strata_lab.sampling_params import SamplingParams
+from strata_lab.settings import ConfigError
 from tests.checkpoints import write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 
 from strata_lab import cli
 from strata_lab.cli import checkpoints
-from strata_lab.config import ConfigError
 from strata_lab.models.loader import open_checkpoint
 from strata_lab.models.strata_folder import StrataCheckpoint
+from strata_lab.settings import ConfigError
 from tests.checkpoints import write_checkpoint
 
 DOWN1 = "model.layers.1.mlp.down_proj.weight"

@@ -9,18 +9,9 @@ from typing import Any
 
 import pytest
 
-from strata_lab.config import (
-    ALIASES,
-    DEFAULT_MODEL,
-    ConfigError,
-    EngineConfig,
-    ModelConfig,
-    Optimizations,
-    Toggle,
-    check_names,
-    engine_config,
-    toggles,
-)
+from strata_lab.config import ALIASES, DEFAULT_MODEL, EngineConfig, Optimizations, engine_config, toggles
+from strata_lab.model_config import ModelConfig
+from strata_lab.settings import ConfigError, Toggle, check_names
 
 TINY = {
     "architecture": "llama",

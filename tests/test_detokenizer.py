@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from strata_lab.detokenizer import Detokenizer
 from strata_lab.models import hub
 from strata_lab.models.loader import open_checkpoint
-from strata_lab.request import SamplingParams
+from strata_lab.sampling_params import SamplingParams
 from strata_lab.tokenizer import Tokenizer
 from tests.checkpoints import byte_level_backend
 

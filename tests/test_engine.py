@@ -10,10 +10,11 @@ import time
 import pytest
 import torch
 
-from strata_lab.config import ConfigError, Optimizations
+from strata_lab.config import Optimizations
 from strata_lab.engine import EngineClosedError, LLMEngine
 from strata_lab.events import SettingEvent, StepEvent
-from strata_lab.request import RequestError, SamplingParams
+from strata_lab.sampling_params import RequestError, SamplingParams
+from strata_lab.settings import ConfigError
 from tests.checkpoints import write_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

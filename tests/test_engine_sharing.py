@@ -12,7 +12,7 @@ import torch
 from strata_lab.config import Optimizations
 from strata_lab.engine import LLMEngine
 from strata_lab.prefix_cache import PrefixCache
-from strata_lab.request import RequestError, SamplingParams
+from strata_lab.sampling_params import RequestError, SamplingParams
 from tests.checkpoints import write_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

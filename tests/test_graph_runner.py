@@ -11,8 +11,8 @@ import torch
 from strata_lab.engine import LLMEngine
 from strata_lab.graph_runner import CapturedStep, CompiledStep, CpuRecorder
 from strata_lab.kernels.cpu.build import CpuKernelsUnavailable, load
-from strata_lab.request import SamplingParams
 from strata_lab.runner import StepInputs
+from strata_lab.sampling_params import SamplingParams
 from tests.checkpoints import write_checkpoint
 
 try:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from strata_lab.config import ConfigError
 from strata_lab.engine import LLMEngine
 from strata_lab.kernels.moe_mlp import moe_mlp_cpu, moe_mlp_ref
 from strata_lab.kernels.router_topk import router_topk_ref
 from strata_lab.models import get_family
 from strata_lab.models.presets import PRESETS, preset_config, tensor_shapes
-from strata_lab.request import SamplingParams
 from strata_lab.runner import StepInputs
+from strata_lab.sampling_params import SamplingParams
+from strata_lab.settings import ConfigError
 from tests.checkpoints import FAMILIES, write_checkpoint
 
 PROMPT_LEN = 37  # three blocks of 16, the last one partly filled

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from strata_lab.config import WEIGHT_FORMATS, ConfigError
+from strata_lab.config import WEIGHT_FORMATS
 from strata_lab.quant import FORMATS, convert, get_format, head_format
 from strata_lab.quant.base import LinearWeight, concat_rows
+from strata_lab.settings import ConfigError
 
 Peer = Callable[[np.ndarray], tuple[LinearWeight, np.ndarray]]
 ALL = sorted(FORMATS)

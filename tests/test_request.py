@@ -7,16 +7,8 @@ from typing import Any
 
 import pytest
 
-from strata_lab.request import (
-    MAX_STOP_STRINGS,
-    Request,
-    RequestError,
-    RequestOutput,
-    RequestState,
-    SamplingParams,
-    TokenLogprobs,
-    check_token_ids,
-)
+from strata_lab.request import Request, RequestOutput, RequestState, TokenLogprobs, check_token_ids
+from strata_lab.sampling_params import MAX_STOP_STRINGS, RequestError, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 

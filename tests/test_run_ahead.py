@@ -21,11 +21,12 @@ from strata_lab.config import Optimizations
 from strata_lab.engine import LLMEngine
 from strata_lab.events import StepEvent
 from strata_lab.prefill_lane import PrefillLane
-from strata_lab.request import RequestOutput, SamplingParams
+from strata_lab.request import RequestOutput
 from strata_lab.run_ahead import REPLAYS_AHEAD, RunAhead
 from strata_lab.runner import EagerStep, Runner
 from strata_lab.sampler import Sampler
 from strata_lab.sampling_draw import HEAD, Filters, best_token, draw
+from strata_lab.sampling_params import SamplingParams
 from strata_lab.sampling_random import uniforms
 from tests.checkpoints import write_checkpoint
 

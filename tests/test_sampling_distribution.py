@@ -12,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata_lab.request import Request, SamplingParams
+from strata_lab.request import Request
 from strata_lab.sampler import Sampler
+from strata_lab.sampling_params import SamplingParams
 from strata_lab.sampling_random import seed_keys, splitmix64, uniforms
 from tests.sampling_reference import GREEDY, INF, random_logits, reference_uniform, request
 

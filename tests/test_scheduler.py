@@ -7,7 +7,8 @@ import time
 import pytest
 
 from strata_lab.admission import SplitPrefill, StaticAdmission
-from strata_lab.request import RequestError, RequestState
+from strata_lab.request import RequestState
+from strata_lab.sampling_params import RequestError
 from strata_lab.scheduler import MAX_WAITING, QueueFull
 from tests.fake_model import exhausted, make, names, request, slices, undisturbed
 

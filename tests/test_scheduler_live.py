@@ -9,7 +9,7 @@ import pytest
 
 from strata_lab.admission import ContinuousAdmission, StaticAdmission
 from strata_lab.block_manager import BlockManager
-from strata_lab.config import ConfigError
+from strata_lab.settings import ConfigError
 from tests.fake_model import make, names, request, undisturbed
 
 # -- settings ---------------------------------------------------------------------------------------------------------

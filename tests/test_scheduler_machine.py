@@ -20,7 +20,8 @@ from strata_lab.admission import (
 )
 from strata_lab.block_manager import BlockManager
 from strata_lab.prefix_cache import NoPrefixCache, PrefixCache
-from strata_lab.request import Request, RequestError, RequestState
+from strata_lab.request import Request, RequestState
+from strata_lab.sampling_params import RequestError
 from tests.fake_model import make, names, request, undisturbed
 
 

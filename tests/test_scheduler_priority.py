@@ -13,9 +13,10 @@ from strata_lab.admission import (
     SplitPrefill,
     StaticAdmission,
 )
-from strata_lab.config import ConfigError, toggles
+from strata_lab.config import toggles
 from strata_lab.request import Request, RequestState
 from strata_lab.scheduler import MAX_EVICTIONS, QueueFull, Scheduler
+from strata_lab.settings import ConfigError
 from tests.fake_model import FakeModel, exhausted, make, names, request, slices, undisturbed
 
 

@@ -7,7 +7,7 @@ import torch
 
 from strata_lab.engine import LLMEngine
 from strata_lab.models.hub import find_model
-from strata_lab.request import SamplingParams
+from strata_lab.sampling_params import SamplingParams
 from tests.test_models import our_logits
 
 MODEL = "smollm2-135m"

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from strata_lab.config import WEIGHT_FORMATS, Optimizations, Toggle, toggles
+from strata_lab.config import WEIGHT_FORMATS, Optimizations, toggles
 from strata_lab.engine import LLMEngine
 from strata_lab.explain import explain
-from strata_lab.request import SamplingParams
+from strata_lab.sampling_params import SamplingParams
+from strata_lab.settings import Toggle
 from tests.checkpoints import write_checkpoint
 from tests.test_models import our_logits
 

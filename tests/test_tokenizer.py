@@ -13,7 +13,7 @@ from strata_lab.models import hub
 from strata_lab.models.conversion import open_gguf
 from strata_lab.models.gguf_tokenizer import _backend
 from strata_lab.models.loader import open_checkpoint
-from strata_lab.request import RequestError
+from strata_lab.sampling_params import RequestError
 from strata_lab.tokenizer import Tokenizer, TokenizerError, check_messages
 from tests.checkpoints import CHAT_TEMPLATE, MERGES, SPECIAL, byte_level_backend, byte_vocab, write_tokenizer
 

@@ -10,7 +10,7 @@ import pytest
 
 from strata_lab import build, weight_exchange
 from strata_lab.engine import LLMEngine
-from strata_lab.request import SamplingParams
+from strata_lab.sampling_params import SamplingParams
 from tests.checkpoints import write_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from strata_lab.config import ConfigError, toggles
+from strata_lab.config import toggles
 from strata_lab.events import EventLog, ProgressEvent, StepEvent, TokenEvent
-from strata_lab.request import RequestError
+from strata_lab.sampling_params import RequestError
+from strata_lab.settings import ConfigError
 from strata_lab.workbench import Workbench, session
 from strata_lab.workbench.meter import RateMeter
 from strata_widgets._base import StrataWidget

@@ -29,6 +29,7 @@ from strata_lab.bench.climb_plan import (
     check_room,
     cold_starts,
     default_course,
+    figure,
     fitting_scale,
     plan,
     pool_blocks,
@@ -36,7 +37,8 @@ from strata_lab.bench.climb_plan import (
 from strata_lab.bench.harness import Environment, Record, Spread, a_b_a, check_mbu, wait_until_quiet
 from strata_lab.bench.measure import Run, run
 from strata_lab.bench.workloads import Workload
-from strata_lab.config import DEFAULT_MODEL, ConfigError, Optimizations, toggles
+from strata_lab.config import DEFAULT_MODEL, Optimizations, toggles
+from strata_lab.settings import ConfigError
 from strata_lab.telemetry.bandwidth import ceiling
 
 BASELINE, EVERYTHING = "baseline", "everything"
@@ -276,14 +278,6 @@ class Climb:
         }
 
 
-def figure(run: Run, series: str) -> float:
-    """The main figure of a run, tok/s: decode rate of one stream, or everything over the whole time of a crowd."""
-    if series == SINGLE:
-        assert run.decode_tok_s is not None, "a run of fewer than three tokens has no decode rate"
-        return run.decode_tok_s
-    return run.total_tok_s
-
-
 def _median(runs: list[Run], series: str) -> float:
     return statistics.median(figure(r, series) for r in runs)
 
@@ -346,5 +340,5 @@ def climb(
         def again() -> Any:
             return LLMEngine(model, optimizations=best_of(records), **options)
 
-        records.append(cold_starts(again, course, count, figure))
+        records.append(cold_starts(again, course, count))
     return records

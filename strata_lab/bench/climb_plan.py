@@ -15,7 +15,8 @@ from typing import Any
 from strata_lab.bench.harness import Environment, Record, Spread
 from strata_lab.bench.measure import Run, run
 from strata_lab.bench.workloads import ARTICLE_WORKLOADS, Workload, article, single_stream, uneven
-from strata_lab.config import DEFAULT_MODEL, ConfigError, EngineConfig, Optimizations, toggles
+from strata_lab.config import DEFAULT_MODEL, EngineConfig, Optimizations, toggles
+from strata_lab.settings import ConfigError
 
 SINGLE, SEVERAL = "single stream", "several streams"
 # The order of the source articles where they overlap: capture, then fusion, then bytes. A toggle that is not named
@@ -173,17 +174,24 @@ def fitting_scale(engine: Any, letter: str, num_runs: int) -> float:
     return next((s for s in affordable if _too_small(engine, article(letter, s)) is None), SCALES[-1])
 
 
+def figure(measured: Run, series: str) -> float:
+    """The main figure of a run, tok/s: decode rate of one stream, or everything over the whole time of a crowd."""
+    if series == SINGLE:
+        assert measured.decode_tok_s is not None, "a run of fewer than three tokens has no decode rate"
+        return measured.decode_tok_s
+    return measured.total_tok_s
+
+
 # -- cold starts ------------------------------------------------------------------------------------------------------
 
 
-def cold_starts(make: Callable[[], Any], course: Course, count: int, figure: Callable[[Run, str], float]) -> Record:
+def cold_starts(make: Callable[[], Any], course: Course, count: int) -> Record:
     """Make an engine, run the workload twice and close it, `count` times.
 
     Args:
         make: a new engine with the settings to measure.
         course: its first series is what is run.
         count: how often.
-        figure: a run's main figure in a series, tok/s.
 
     Returns:
         A record whose figure is the second run's, since the first run pays for captures.

@@ -120,8 +120,9 @@ def bare_step(engine: Any, batch: int, context: int) -> tuple[float, float]:
         milliseconds of a step, and the share of rows whose token differed at the end.
     """
     from strata_lab.batch import ScheduledRequest
-    from strata_lab.request import Request, SamplingParams
+    from strata_lab.request import Request
     from strata_lab.run_ahead import STEPS_PER_REPLAY, WARM_UP_REPLAYS
+    from strata_lab.sampling_params import SamplingParams
 
     size, pool = engine.config.block_size, engine.stats().kv_blocks_total
     needed = -(-(context + (WARM_UP_REPLAYS + REPLAYS) * STEPS_PER_REPLAY + 1) // size)

@@ -19,7 +19,7 @@ from typing import Any
 from strata_lab.bench.harness import Environment, Record, Spread, write_results
 from strata_lab.config import DEFAULT_MODEL
 from strata_lab.events import StepEvent
-from strata_lab.request import SamplingParams
+from strata_lab.sampling_params import SamplingParams
 
 SCRIPT = "python -m strata_lab.bench.interference"
 STREAMS, PROMPT_TOKENS, STEADY_TOKENS, TAIL_TOKENS = 4, 2048, 24, 24

@@ -26,11 +26,11 @@ from strata_lab.bench.causes import Whole, measure_wholes
 from strata_lab.bench.evidence import SLACK_TOKENS
 from strata_lab.bench.harness import Environment, Record, RooflineExceeded, write_results
 from strata_lab.bench.op_calls import BuiltStep, Conditions, Operator, load_weights_of, operators
-from strata_lab.config import ConfigError
 from strata_lab.kernels import BACKENDS
 from strata_lab.kv_cache import KV_DTYPES
 from strata_lab.models.presets import PRESETS, preset_config
 from strata_lab.quant import FORMATS
+from strata_lab.settings import ConfigError
 from strata_lab.telemetry.ceilings import Ceilings, ceilings, median_us
 
 CACHES_BEYOND = 4  # sets of weights hold the cache this many times

@@ -15,7 +15,8 @@ from typing import Any
 
 from strata_lab.bench.workloads import Workload
 from strata_lab.events import StepEvent
-from strata_lab.request import RequestOutput, SamplingParams
+from strata_lab.request import RequestOutput
+from strata_lab.sampling_params import SamplingParams
 
 
 class RunFailed(RuntimeError):

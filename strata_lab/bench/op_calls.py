@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata_lab.config import ModelConfig
 from strata_lab.kernels import SPECS, Ops, bind
 from strata_lab.kv_cache import KVCache
 from strata_lab.layers.attention import StepContext
 from strata_lab.layers.rotary import rotary_table
 from strata_lab.layers.weights import ModelWeights
+from strata_lab.model_config import ModelConfig
 from strata_lab.models import get_family
 from strata_lab.models.base import CausalLM, WeightReader, load_weights
 from strata_lab.models.presets import PresetCheckpoint, preset_config

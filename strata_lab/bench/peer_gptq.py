@@ -50,7 +50,7 @@ def write_source(model: str, folder: Path) -> None:
 
 def make(python: str, source: Path, folder: Path, calibration: list[list[int]], settings: dict[str, Any]) -> Any:
     """Have GPTQModel quantize `source` into `folder` unless that is done, and say how; `ConfigError` if it cannot."""
-    from strata_lab.config import ConfigError
+    from strata_lab.settings import ConfigError
 
     if not (folder / MADE).is_file():
         job = {"source": str(source), "folder": str(folder), "settings": settings, "calibration": calibration}

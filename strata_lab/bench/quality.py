@@ -18,7 +18,8 @@ from typing import Any
 
 from strata_lab.bench.harness import Environment, Record, write_results
 from strata_lab.bench.workloads import TEXT_FILE
-from strata_lab.config import DEFAULT_MODEL, ConfigError
+from strata_lab.config import DEFAULT_MODEL
+from strata_lab.settings import ConfigError
 
 SCRIPT = "python -m strata_lab.bench.quality"
 VARIANTS = (

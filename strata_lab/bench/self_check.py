@@ -139,7 +139,7 @@ def _answers(source: str, candidate: str, max_model_len: int, progress: Progress
 def _ask(model: str, max_model_len: int) -> list[tuple[list[int], str, bool]]:
     """Token ids, text and whether it ended by itself, for every prompt."""
     from strata_lab.engine import LLMEngine
-    from strata_lab.request import SamplingParams
+    from strata_lab.sampling_params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
     with LLMEngine(model, max_model_len=max_model_len, max_num_seqs=len(PROMPTS)) as engine:

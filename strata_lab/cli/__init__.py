@@ -21,8 +21,9 @@ from strata_lab.cli import checkpoints
 from strata_lab.cli.answers import answer
 from strata_lab.cli.options import config_flags, given, parse_toggle, sampling_flags, toggle_flags, with_flags
 from strata_lab.cli.terminal import AsJson, bar, fail, plain_errors, print_checks, show
-from strata_lab.config import DEFAULT_MODEL, ConfigError, engine_config, toggles
-from strata_lab.request import RequestError, SamplingParams
+from strata_lab.config import DEFAULT_MODEL, engine_config, toggles
+from strata_lab.sampling_params import RequestError, SamplingParams
+from strata_lab.settings import ConfigError
 
 INTERRUPTED = 130  # exit code: 128 + SIGINT
 app = typer.Typer(

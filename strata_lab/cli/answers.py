@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from strata_lab.request import SamplingParams
+from strata_lab.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass

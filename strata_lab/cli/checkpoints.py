@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from strata_lab.cli.terminal import AsJson, bar, fail, plain_errors, print_checks
-from strata_lab.config import ConfigError
+from strata_lab.settings import ConfigError
 
 WINDOW = 512  # tokens of a calibration sequence
 SEQUENCES = 16  # of them

@@ -15,8 +15,9 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
-from strata_lab.config import BLOCK_SIZES, CAPTURES, DEVICES, DTYPES, EngineConfig, Toggle, check_names, toggles
-from strata_lab.request import SamplingParams
+from strata_lab.config import BLOCK_SIZES, CAPTURES, DEVICES, DTYPES, EngineConfig, toggles
+from strata_lab.sampling_params import SamplingParams
+from strata_lab.settings import Toggle, check_names
 
 CHOICES = {"device": DEVICES, "dtype": DTYPES, "block_size": BLOCK_SIZES, "capture": CAPTURES}
 # Sampling fields that make no sense as flags: a mapping, and what a stream of text cannot show.

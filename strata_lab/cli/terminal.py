@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from strata_lab.config import ConfigError
-from strata_lab.request import RequestError
+from strata_lab.sampling_params import RequestError
+from strata_lab.settings import ConfigError
 
 FILE_WIDTH = 220  # columns of a table that goes into a file
 USER_ERROR = 2  # exit code: like click's own usage errors

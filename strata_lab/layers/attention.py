@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from strata_lab.config import ModelConfig
 from strata_lab.kernels import Ops
 from strata_lab.layers.weights import AttentionWeights
+from strata_lab.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

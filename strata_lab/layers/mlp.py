@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from strata_lab.config import ModelConfig
 from strata_lab.kernels import Ops
 from strata_lab.layers.weights import MlpWeights, MoeWeights
+from strata_lab.model_config import ModelConfig
 
 
 class PlainMlp:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata_lab.config import ModelConfig
+from strata_lab.model_config import ModelConfig
 
 
 def rotary_table(config: ModelConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:

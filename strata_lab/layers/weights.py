@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from strata_lab.config import ModelConfig
+from strata_lab.model_config import ModelConfig
 from strata_lab.quant.base import LinearWeight
 
 

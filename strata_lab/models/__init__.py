@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from strata_lab.config import ConfigError
+from strata_lab.settings import ConfigError
 
 FAMILIES = {
     "llama": "strata_lab.models.llama",

@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from strata_lab.config import ModelConfig
 from strata_lab.kernels import Ops
 from strata_lab.layers.attention import FusedAttention, LayerKV, PlainAttention, StepContext
 from strata_lab.layers.mlp import FusedMlp, PlainMlp
 from strata_lab.layers.weights import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights
+from strata_lab.model_config import ModelConfig
 from strata_lab.models.merge import alike
 from strata_lab.quant import convert, head_format
 from strata_lab.quant.base import LinearWeight, concat_rows

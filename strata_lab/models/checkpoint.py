@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from strata_lab.config import ModelConfig
+from strata_lab.model_config import ModelConfig
 from strata_lab.models.errors import CheckpointError
 from strata_lab.quant.base import LinearWeight
 from strata_lab.tokenizer import Tokenizer

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata_lab.config import ModelConfig
+from strata_lab.model_config import ModelConfig
 from strata_lab.models.checkpoint import check_tensors, is_linear, plain_linear, plain_tensor
 from strata_lab.models.errors import CheckpointError
 from strata_lab.models.gguf_tensor import GROUP, K_TYPES

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from strata_lab.config import ConfigError, ModelConfig
+from strata_lab.model_config import ModelConfig
 from strata_lab.models.errors import CheckpointError
 from strata_lab.models.gguf_tensor import GgufTensor, rope_row_order
+from strata_lab.settings import ConfigError
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 

@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from strata_lab.config import ConfigError, ModelConfig
+from strata_lab.model_config import ModelConfig
 from strata_lab.models.errors import CheckpointError
+from strata_lab.settings import ConfigError
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata_lab.config import ConfigError, ModelConfig
+from strata_lab.model_config import ModelConfig
 from strata_lab.quant import get_format
 from strata_lab.quant.base import LinearWeight
+from strata_lab.settings import ConfigError
 
 PRESETS = {
     "qwen3.8-flash": ModelConfig(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from strata_lab.config import ModelConfig
 from strata_lab.layers.weights import LayerWeights
+from strata_lab.model_config import ModelConfig
 from strata_lab.models.base import WeightReader
 
 

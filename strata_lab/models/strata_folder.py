@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from strata_lab.config import ModelConfig
+from strata_lab.model_config import ModelConfig
 from strata_lab.models import FAMILIES
 from strata_lab.models.checkpoint import check_tensors, is_linear, plain_tensor
 from strata_lab.models.errors import CheckpointError

@@ -10,9 +10,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from strata_lab.config import ConfigError
 from strata_lab.quant.base import LinearWeight, QuantFormat
 from strata_lab.quant.grid import GridFormat
+from strata_lab.settings import ConfigError
 
 FORMATS = {
     "bf16": "strata_lab.quant.bf16:FORMAT",

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strata_lab.config import ConfigError
 from strata_lab.models.base import WeightSource
 from strata_lab.quant import awq, get_format, gptq, rtn
 from strata_lab.quant.base import LinearWeight
@@ -28,6 +27,7 @@ from strata_lab.quant.forward import Forward, check_length
 from strata_lab.quant.grid import GridFormat
 from strata_lab.quant.sites import Recorder, Site, layer_sites, owned
 from strata_lab.quant.stats import InputStats
+from strata_lab.settings import ConfigError
 
 Over = Callable[[WeightSource], WeightSource]  # a checkpoint with some tensors replaced, such as an `Overlay`
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from strata_lab import __version__
-from strata_lab.config import ConfigError
 from strata_lab.models.checkpoint import Checkpoint, is_linear
 from strata_lab.models.strata_folder import MANIFEST, VERSION, StrataCheckpoint
 from strata_lab.quant import convert as to_format
@@ -39,6 +38,7 @@ from strata_lab.quant.convert_files import (
     replace_file,
     write_tensors,
 )
+from strata_lab.settings import ConfigError
 
 HEADS = {"fp8": "int8", "int8": "int8", "int4": "int8"}  # format of the layers -> of embedding and head
 Progress = Callable[[str, float], None]

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from strata_lab.config import ModelConfig
 from strata_lab.layers.weights import LayerWeights, MlpWeights
+from strata_lab.model_config import ModelConfig
 from strata_lab.quant import awq
 from strata_lab.quant.grid import GridFormat
 from strata_lab.quant.sites import LayerSites, Site

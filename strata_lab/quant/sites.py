@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from strata_lab.config import ModelConfig
 from strata_lab.layers.weights import LayerWeights, MoeWeights
+from strata_lab.model_config import ModelConfig
 from strata_lab.quant.base import LinearWeight
 from strata_lab.quant.stats import InputStats
 

@@ -158,7 +158,7 @@ def remembered(logits: Logits, sequences: Sequence[Sequence[int]]) -> Logits:
 
 def decode_tok_s(engine: Any, seconds: float, prompt: str = "Once upon a time") -> float:
     """Tokens per second of one greedy stream, after a short one to warm up; generates for about `seconds`."""
-    from strata_lab.request import SamplingParams
+    from strata_lab.sampling_params import SamplingParams
 
     tokens, best = WARM_TOKENS, 0.0
     for _ in range(2):

@@ -25,8 +25,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strata_lab.config import ConfigError, ModelConfig
+from strata_lab.model_config import ModelConfig
 from strata_lab.quant import head_format
+from strata_lab.settings import ConfigError
 
 GROUP = 32  # columns that share a scale in int8 and int4
 NORM_BYTES = 4  # norms are kept in float32

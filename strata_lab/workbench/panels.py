@@ -11,7 +11,8 @@ from typing import Any
 import ipywidgets
 
 from strata_lab.apply import ApplyReport, FieldResult
-from strata_lab.config import Toggle, toggles
+from strata_lab.config import toggles
+from strata_lab.settings import Toggle
 from strata_lab.workbench.meter import STREAM_FORMULA, TOTAL_FORMULA, Sample
 from strata_widgets import EngineHeader, PromptBox, RateChart, TogglePanel, TokenStream
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from strata_lab.apply import ApplyReport
 from strata_lab.config import DEFAULT_MODEL, engine_config, toggles
-from strata_lab.request import RequestError, SamplingParams
+from strata_lab.sampling_params import RequestError, SamplingParams
 from strata_lab.workbench.feed import Feed
 from strata_lab.workbench.lanes import MAX_LANES, Lane, Run
 from strata_lab.workbench.panels import Panels, answer_text

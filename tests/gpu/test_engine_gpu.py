@@ -9,7 +9,7 @@ import torch
 
 from strata_lab.config import WEIGHT_FORMATS
 from strata_lab.engine import LLMEngine
-from strata_lab.request import SamplingParams
+from strata_lab.sampling_params import SamplingParams
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.test_models import our_logits
 

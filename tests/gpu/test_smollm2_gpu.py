@@ -10,7 +10,7 @@ from strata_lab.build import Builder
 from strata_lab.config import toggles
 from strata_lab.engine import LLMEngine
 from strata_lab.models.hub import find_model
-from strata_lab.request import SamplingParams
+from strata_lab.sampling_params import SamplingParams
 from tests.test_smollm2 import MODEL, PROMPTS
 
 pytestmark = [

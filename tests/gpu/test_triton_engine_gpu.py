@@ -9,8 +9,8 @@ import torch
 
 from strata_lab.build import Builder
 from strata_lab.engine import LLMEngine
-from strata_lab.request import SamplingParams
 from strata_lab.run_ahead import RunAhead
+from strata_lab.sampling_params import SamplingParams
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.gpu.test_engine_gpu import prompts
 

@@ -16,10 +16,10 @@ from strata_lab.device_sampling import GpuSampling
 from strata_lab.engine import LLMEngine
 from strata_lab.kernels import bind
 from strata_lab.models.base import CausalLM
-from strata_lab.request import SamplingParams
 from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import EagerStep, Runner, StepInputs
 from strata_lab.sampler import Sampler
+from strata_lab.sampling_params import SamplingParams
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.test_run_ahead import Mark, Replays
 

@@ -80,7 +80,7 @@ def test_a_quantized_model_computes_what_its_dequantized_copy_does(case, folder,
 )
 def test_a_quantized_model_generates_in_the_format_it_is_stored_in(case, folder) -> None:
     from strata_lab.engine import LLMEngine
-    from strata_lab.request import SamplingParams
+    from strata_lab.sampling_params import SamplingParams
 
     config, make, *_ = CASES[case]
     pub.write_quantized(folder, config, make)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata_lab.config import ConfigError
 from strata_lab.models.loader import open_checkpoint
 from strata_lab.quant import convert, get_format, get_grid_format, variant_of
 from strata_lab.quant.base import LinearWeight
@@ -20,6 +19,7 @@ from strata_lab.quant.forward import Forward, sequence_logits
 from strata_lab.quant.overlay import Overlay
 from strata_lab.quant.quality import compare
 from strata_lab.quant.sites import Recorder, layer_sites, owned
+from strata_lab.settings import ConfigError
 from tests.checkpoints import FAMILIES, VOCAB, write_checkpoint
 
 INT4 = get_grid_format("int4", "group32")

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from strata_lab import quant
-from strata_lab.config import ConfigError
 from strata_lab.engine import LLMEngine
 from strata_lab.models.checkpoint import is_linear
 from strata_lab.models.errors import CheckpointError
@@ -22,7 +21,8 @@ from strata_lab.models.loader import checkpoint_files, open_checkpoint
 from strata_lab.models.strata_folder import StrataCheckpoint
 from strata_lab.quant import convert, get_format
 from strata_lab.quant.convert_model import ConvertSettings, convert_checkpoint
-from strata_lab.request import SamplingParams
+from strata_lab.sampling_params import SamplingParams
+from strata_lab.settings import ConfigError
 from tests.checkpoints import VOCAB, write_checkpoint
 
 TEXT = [[(7 * i + 3 * j) % VOCAB for i in range(48)] for j in range(3)]

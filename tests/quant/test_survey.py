@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from strata_lab.config import ConfigError
 from strata_lab.engine import LLMEngine
 from strata_lab.models.checkpoint import is_linear
 from strata_lab.models.loader import open_checkpoint
 from strata_lab.quant import get_format, head_format, survey
 from strata_lab.quant.base import concat_rows
 from strata_lab.quant.forward import sequence_logits
+from strata_lab.settings import ConfigError
 from strata_lab.workbench import quant_charts as charts
 from tests.checkpoints import VOCAB, write_checkpoint
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from strata_lab.config import ConfigError
 from strata_lab.quant import convert, get_format, get_grid_format, granularities, variant_of
 from strata_lab.quant.base import LinearWeight, concat_rows
 from strata_lab.quant.grid import Grid
 from strata_lab.quant.groups import grouped
+from strata_lab.settings import ConfigError
 
 VARIANTS = [(name, v) for name in ("fp8", "int8", "int4") for v in granularities(name)]
 SYMMETRIC = ["group32", "group64", "group128"]
