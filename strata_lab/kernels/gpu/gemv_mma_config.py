@@ -17,6 +17,7 @@ MAX_COLUMNS = 32  # of the product, for which a program has registers
 REGISTERS = 64  # for weights on their way
 WIDE_X_REGISTERS = 32  # the same where x takes many
 HELD_REGISTERS = 96  # the same where x takes few
+INT4_PRELOAD = 12  # tiles
 SHORT_TILES = 48  # of a row that four warps share
 BIG, LONG = 1 << 14, 1 << 15  # rows of a weight
 TILE_ROWS = 8  # of a weight tile: one per four lanes
@@ -51,6 +52,8 @@ def default_config(weight: LinearWeight, t: int) -> MmaConfig:
     warps = 16 if tiles > 128 and weight.group_size == 0 else 8 if tiles > 4 else 4
     held = 8 + (4 if weight.group_size else 0)
     wide = t * slots(weight) > 8
+    if weight.format == "int4" and not wide and tiles > 8:  # measured on an H200, groups of 128
+        return MmaConfig(2, 4, min(-(-tiles // 4), INT4_PRELOAD), 3, MAX_COLUMNS // slots(weight))
     preload = max(1, (WIDE_X_REGISTERS if wide else REGISTERS) // held)
     ahead = 1 if wide and weight.format in ("int4", "bf16") else 2
     return MmaConfig(2, warps, preload, ahead, MAX_COLUMNS // slots(weight))

@@ -103,6 +103,8 @@ def _step(
         x = tl.load(x_rows + cols[:, None], mask=real & (cols < K)[:, None], other=0.0)
         if GROUP > 0:
             acc += _dot(w, x, zero, DOT, TERMS) * scale[:, None]
+        elif TERMS > 2:  # float32: the tensor cores cut bits off a sum that they carry on, adding here rounds it
+            acc += _dot(w, x, zero, DOT, TERMS)
         else:
             acc = _dot(w, x, acc, DOT, TERMS)
     return acc
