@@ -11,8 +11,8 @@ MAX_SPLITS = 64
 LONG = 4096  # tokens from which on the bytes in flight of later tiles are worth their shared memory
 PROGRAMS_PER_SM = 2.5  # measured best on an H200: one round of programs, whose registers ...
 LONG_PROGRAMS_PER_SM = 2.0  # ... or shared memory fill the card
-AHEAD_BYTES = 20 << 20  # of later weights that are brought to the cache meanwhile: what memory carries in that time ...
-CACHE_SHARE = 0.4  # ... but no more of the cache than this
+AHEAD_BYTES = 0  # of later weights that are brought to the cache meanwhile: 20 MiB lost on an H200 (docs/experiments.md)
+CACHE_SHARE = 0.4  # of the cache, at most
 
 
 @dataclass(frozen=True)
