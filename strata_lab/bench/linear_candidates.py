@@ -15,7 +15,7 @@ from strata_lab.kernels.gpu.linear import Config
 from strata_lab.quant import get_format
 from strata_lab.quant.base import LinearWeight
 
-FORMATS = ("fp8", "int4", "int4g128")
+FORMATS = ("fp8", "int4", "int4g128", "int8row")
 TOKENS = (1, 8, 16)
 HELD_REGISTERS = 96  # of a thread, for weights on their way: more spills
 
@@ -140,6 +140,8 @@ def tasks(formats: Sequence[str], tokens: Sequence[int], products: Sequence[Prod
 
 def random_weight(fmt: str, n: int, k: int, device: torch.device) -> LinearWeight:
     """A weight [n, k] of about unit gain."""
+    if fmt == "int8row":
+        return get_format("int8", "channel").quantize(torch.randn(n, k, device=device) / k**0.5)
     if fmt != "int4g128":
         return get_format(fmt).quantize(torch.randn(n, k, device=device) / k**0.5)
     assert k % 128 == 0, k

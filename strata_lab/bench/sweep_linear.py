@@ -1,13 +1,13 @@
 """Which cut of a product is fastest on the card at hand: every sensible configuration of every path, checked and timed.
 
-    python -m strata_lab.bench.sweep_linear [--formats fp8 int4 int4g128] [--tokens 1 8 16] [--seconds N] [--json PATH]
+    python -m strata_lab.bench.sweep_linear [--formats fp8 int8row] [--tokens 1 8 16] [--seconds N] [--json PATH]
 
 Products, epilogues included, are those of the reference models. Processes without a launch of their own compile ahead
 into Triton's cache on disk; one process checks each candidate against the definition and, if it is right, times it in a
 CUDA graph over sets of weights that exceed the cache. If a candidate takes the card's context down, that process is
 started again behind it. The most important groups come first, and what does not fit in the time is left out.
 
-"int4g128" is int4 with one scale per 128 columns and no minima.
+"int4g128" is int4 with one scale per 128 columns and no minima, "int8row" int8 with one per row.
 """
 
 from __future__ import annotations

@@ -81,10 +81,11 @@ def convert(weight: LinearWeight, name: str, granularity: str | None = None) -> 
 def engine_granularity(weight_format: str, device_type: str) -> str | None:
     """The variant that an engine makes of weights in another format; None is the format's default.
 
-    On a GPU int4 has groups of 128 without minima, 0.516 bytes a weight and less arithmetic; on a CPU, where neither
-    counts, groups of 32 with minima, 0.625, keep more of the model.
+    On a GPU int4 has groups of 128 without minima, 0.516 bytes a weight and less arithmetic, and int8 a scale per row,
+    with which several rows of x need no columns of their own per group; on a CPU, where neither counts, groups of 32
+    keep more of the model.
     """
-    return "group128" if weight_format == "int4" and device_type == "cuda" else None
+    return {"int4": "group128", "int8": "channel"}.get(weight_format) if device_type == "cuda" else None
 
 
 def head_format(weight_format: str) -> str:

@@ -38,9 +38,12 @@ KV_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
 def linear_bytes(rows: int, columns: int, weight_format: str, granularity: str | None = None) -> int:
     """Bytes of one [rows, columns] weight with its scales; `ConfigError` for an unknown format.
 
-    `granularity`: "group128" of int4, as an engine on a GPU makes it; None is the format's default.
+    `granularity`: "group128" of int4 and "channel" of int8, as an engine on a GPU makes them; None is the format's
+    default.
     """
     groups = -(-columns // GROUP)
+    if weight_format == "int8" and granularity == "channel":
+        return rows * columns + 4 * rows
     if weight_format == "int4" and granularity == "group128":
         return rows * (groups * GROUP // 2 + 2 * -(-columns // 128))
     sizes = {

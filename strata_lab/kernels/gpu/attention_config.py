@@ -11,7 +11,7 @@ MAX_SPLITS = 64
 LONG = 4096  # tokens from which on the bytes in flight of later tiles are worth their shared memory
 PROGRAMS_PER_SM = 2.5  # measured best on an H200: one round of programs, whose registers ...
 LONG_PROGRAMS_PER_SM = 2.0  # ... or shared memory fill the card
-AHEAD_BYTES = 0  # of later weights that are brought to the cache meanwhile: 20 MiB lost on an H200 (docs/experiments.md)
+AHEAD_BYTES = 0  # of later weights that are brought to the cache meanwhile: 20 MiB lost (docs/experiments.md)
 CACHE_SHARE = 0.4  # of the cache, at most
 
 

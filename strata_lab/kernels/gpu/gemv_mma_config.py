@@ -5,7 +5,7 @@ Nothing here is compiled; the numbers are to be tuned on a card.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ def default_config(weight: LinearWeight, t: int) -> MmaConfig:
     tiles = -(-row_bytes(weight) // TILE_BYTES)  # of a row
     if weight.format == "fp8" and tiles > 8:
         return _measured(weight.shape[0], tiles, t > 8)
+    if weight.format == "int8" and weight.group_size == 0 and tiles > 8:  # as many bytes; more of x ahead would spill
+        return replace(_measured(weight.shape[0], tiles, t > 8), ahead=1)
     warps = 16 if tiles > 128 and weight.group_size == 0 else 8 if tiles > 4 else 4
     held = 8 + (4 if weight.group_size else 0)
     wide = t * slots(weight) > 8

@@ -123,7 +123,8 @@ def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"{name}-head-{t}", _aot_head(name, 151936, 2560, t)
     for shape, t in (("qkv-moe", 1), ("gate-up", 1), ("down", 1), ("qkv-moe", 8), ("down", 16)):
         n, k, norm, gated, _ = _SHAPES[shape]
-        yield f"int4g128-{shape}-{t}", _aot_call("int4g128", n, k, t, norm, gated, torch.bfloat16)
+        for name in ("int4g128", "int8row"):  # what an engine makes
+            yield f"{name}-{shape}-{t}", _aot_call(name, n, k, t, norm, gated, torch.bfloat16)
 
 
 def _aot_call(name: str, n: int, k: int, t: int, norm: bool, gated: bool, dtype: torch.dtype) -> Callable[[], Any]:
