@@ -39,6 +39,8 @@ from strata_lab.resolve import ProgressFn, Resolver
 from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import EagerStep, Runner
 from strata_lab.sampler import Sampler
+from strata_lab.telemetry.governor import Governor, NoGovernor
+from strata_lab.telemetry.monitor import NO_CPU_SENSOR, source_for
 
 # Prompt tokens between two steps of decodes with `pd_split`: on 2 cores the default model takes 60 ms for 64.
 SLICE_TOKENS = {"cpu": 64, "cuda": 512}
@@ -57,6 +59,7 @@ class Parts:
     lane: PrefillLane | None
     order: QueueOrder
     prefixes: BlockNames
+    governor: Governor | NoGovernor
     max_model_len: int
 
 
@@ -85,6 +88,7 @@ class Builder(Resolver):
             lane=self._lane(resolved, weights, kv) if resolved.pd_split else None,
             order=QUEUE_ORDERS[resolved.scheduling_policy](),
             prefixes=self._prefixes(resolved.prefix_cache, current, weights, kv),
+            governor=self._governor(resolved.thermal_governor, resolved.max_num_seqs, current),
             max_model_len=resolved.max_model_len,
         )
 
@@ -130,6 +134,20 @@ class Builder(Resolver):
         if current is not None and weights is current.weights and kv is current.kv:
             return current.prefixes if type(current.prefixes) is type(made) else made
         return made
+
+    def _governor(self, policy: str, seats: int, current: Parts | None) -> Governor | NoGovernor:
+        """The governor in force while policy and seats stay, else a new one."""
+        if policy == "off":
+            return NoGovernor()
+        if (
+            self.device.type == "cpu"
+            and (fallback := Fallback("thermal_governor", NO_CPU_SENSOR)) not in self.fallbacks
+        ):
+            self.fallbacks.append(fallback)
+        now = None if current is None else current.governor
+        if isinstance(now, Governor) and (now.policy, now.seats) == (policy, seats):
+            return now
+        return Governor(policy, seats, partial(source_for, self.device), partial(_drain, self.device))
 
     def _prefill(self) -> SplitPrefill:
         """Prompts between decode steps, or on a GPU beside them, as soon as the lane is free."""
@@ -184,6 +202,12 @@ class Builder(Resolver):
         """Drop every reference to device memory and to the checkpoint."""
         self.forget_captures()
         self.checkpoint.close()
+
+
+def _drain(device: torch.device) -> None:
+    """Wait until a device has nothing queued; a CPU never has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def changed_fields(before: Optimizations, after: Optimizations) -> Mapping[str, Any]:

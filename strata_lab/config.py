@@ -70,6 +70,11 @@ class Optimizations:
         "How many shorter requests may go before one that must wait for KV blocks; 0 keeps the order of the queue.",
         default=4, off=0, number="int", minimum=0, maximum=1024,
     )  # fmt: skip
+    thermal_governor: str = toggle(
+        "Do a little less before the card gets too hot: rest between steps (pace), take fewer requests at a time first "
+        "(shrink), or rest first so that no result changes by a bit (precise).",
+        default="off", off="off", choices=("off", "pace", "shrink", "precise"),
+    )  # fmt: skip
     max_num_seqs: int = toggle(
         "Most requests that run at the same time.", default=16, off=16, number="int", minimum=1, maximum=1024
     )

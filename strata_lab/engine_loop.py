@@ -22,6 +22,7 @@ from strata_lab.sampler import SampledTokens
 from strata_lab.scheduler import ScheduledBatch, Scheduler
 from strata_lab.session import Session
 from strata_lab.stats import EngineStats, StepAccounts
+from strata_lab.telemetry.governor import Governor
 
 MAX_KEPT_OUTPUTS = 1024  # finished requests whose output nobody has fetched
 
@@ -123,6 +124,27 @@ class EngineLoop:
         with self._lock:
             self.check_open()
             return EngineStats.of(self.parts, self.scheduler, self._accounts)
+
+    # -- what a governor steers -----------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        """Requests that run."""
+        return len(self.scheduler.running)
+
+    @property
+    def seats(self) -> int:
+        """Most requests that may run now."""
+        return self.scheduler.max_num_seqs
+
+    def reseat(self, seats: int, governor: Governor) -> None:
+        """Change that between two steps, unless another governor is in charge by then."""
+
+        def change() -> None:
+            if self.parts.governor is governor:
+                self.scheduler.configure(max_num_seqs=seats)
+
+        self.between_steps(change)
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -236,6 +258,10 @@ class EngineLoop:
                 self.scheduler.blocks.drop_prefixes()  # also what requests that go on have computed with the old ones
             self.scheduler.blocks.use_prefixes(parts.prefixes)
         self.parts = parts
+        if before.governor is not parts.governor:
+            before.governor.stop()
+            if self._thread is not None:
+                parts.governor.start(self, self.events.append)
         if before.lane is not None:
             before.lane.close()  # every setting that has one makes its own
         now = time.perf_counter()
@@ -252,6 +278,7 @@ class EngineLoop:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="strata-engine", daemon=True)
                 self._thread.start()
+                self.parts.governor.start(self, self.events.append)
 
     def _run(self) -> None:
         while True:
@@ -260,7 +287,7 @@ class EngineLoop:
                 if self._stopping:
                     return
                 self._run_swaps()
-            self.step()
+            self.parts.governor.run(self.step)
 
     def _run_swaps(self) -> None:
         while self._swaps:
@@ -276,6 +303,7 @@ class EngineLoop:
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
+        self.parts.governor.stop()
         if self._thread is not None:
             self._thread.join()
         self.parts.runner.settle()
@@ -288,6 +316,7 @@ class EngineLoop:
             self._swaps.clear()
             for request_id in list(self._sessions):
                 self.abort(request_id)
+        self.parts.governor.join()
 
     def check_open(self) -> None:
         """Raise `EngineClosedError` after `close`."""

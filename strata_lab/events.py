@@ -103,7 +103,83 @@ class ProgressEvent:
     fraction: float
 
 
-Event = StepEvent | SettingEvent | ProgressEvent
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareEvent:
+    """One reading of a device's sensors. What a device does not tell is None.
+
+    Attributes:
+        t_s: `time.perf_counter()` of the reading, seconds.
+        device: "cuda:0", or "cpu".
+        name: product name.
+        note: why values are missing, for people; empty when they are not.
+        core_c, memory_c: temperatures; on a CPU `core_c` is its hottest thermal zone, for information only.
+        core_limit_c, memory_limit_c: from which temperatures on the card slows down.
+        sm_mhz, sm_max_mhz, memory_mhz, memory_max_mhz: clocks now, and the highest ones.
+        power_w, power_limit_w: draw, and the limit in force.
+        gpu_percent, memory_percent: share of the last moment in which a kernel ran, and in which memory was busy.
+        memory_used_bytes, memory_bytes: in use by anyone, and in total.
+        throttle: what holds the clocks down now, in words, in the order in which to look: heat, power, others.
+        pcie_gen, pcie_gen_max, pcie_width, pcie_width_max: the link now (an idle card lowers it) and at best.
+        ecc_errors: uncorrected memory errors since the driver was loaded; None without ECC.
+    """
+
+    t_s: float
+    device: str
+    name: str
+    note: str = ""
+    core_c: float | None = None
+    memory_c: float | None = None
+    core_limit_c: float | None = None
+    memory_limit_c: float | None = None
+    sm_mhz: int | None = None
+    sm_max_mhz: int | None = None
+    memory_mhz: int | None = None
+    memory_max_mhz: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    gpu_percent: int | None = None
+    memory_percent: int | None = None
+    memory_used_bytes: int | None = None
+    memory_bytes: int | None = None
+    throttle: tuple[str, ...] = ()
+    pcie_gen: int | None = None
+    pcie_gen_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    ecc_errors: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GovernorEvent:
+    """The thermal governor has changed what it does.
+
+    Attributes:
+        t_s: `time.perf_counter()`, seconds.
+        policy: value of the toggle `thermal_governor`.
+        action: "pace", "shrink", "relax" (one of them is taken back a little), "none" or "no sensor".
+        idle_share: share of the time in which the card rests now, 0.0 to 1.0.
+        max_num_seqs: seats in force now, at most the setting of that name.
+        sensor: which sensor decided: "core", "memory" or "none".
+        temperature_c, predicted_c, target_c: its reading, what it will read when its lag and the look-ahead are over,
+            and what it is held to.
+        reason: a sentence for people.
+        advice: a command that the user could run instead; empty if there is none.
+    """
+
+    t_s: float
+    policy: str
+    action: str
+    idle_share: float
+    max_num_seqs: int
+    sensor: str
+    temperature_c: float | None
+    predicted_c: float | None
+    target_c: float | None
+    reason: str
+    advice: str = ""
+
+
+Event = StepEvent | SettingEvent | ProgressEvent | HardwareEvent | GovernorEvent
 
 
 @dataclass

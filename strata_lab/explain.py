@@ -23,9 +23,12 @@ _CPU = {
     "weight_format": "Decode reads every weight once per token: half the bytes is up to twice the speed. int8 and int4 "
     "also quantize activations to 8 bits per 32 values.",
     "kv_cache_dtype": "Storage only: fp8 holds twice the tokens of bf16; at short context the speed hardly changes.",
+    "thermal_governor": "No effect here: a CPU has no sensor to govern by.",
     "gpu_memory_utilization": "Share of the free main memory; the KV pool also never takes more than its CPU cap.",
 }
 _CUDA = {
+    "thermal_governor": "The card's temperatures are read once a second, and steps or seats held back as far as needed "
+    "to stay below where it would cut its clocks. Clocks and power limits are never changed.",
     "cuda_graph": "The decode step, sampling included, is a CUDA graph per batch size that feeds its own tokens back; "
     "off launches every kernel from Python.",
     "fused_kernels": "Norms, RoPE, cache write, SiLU, weighted sums and residuals run inside products and attention; "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,16 +163,6 @@ def test_a_gpu_that_torch_cannot_use_fails(monkeypatch: pytest.MonkeyPatch) -> N
     line = next(c for c in examine() if c.section == "gpu")
     assert line.verdict == "fail"
     assert "CUDA build" in line.fix
-
-
-def test_throttle_reasons_are_named_and_idling_is_none() -> None:
-    nvml = SimpleNamespace(
-        nvmlClocksThrottleReasonNone=0, nvmlClocksThrottleReasonGpuIdle=1, nvmlClocksThrottleReasonSwPowerCap=4,
-        nvmlClocksThrottleReasonHwThermalSlowdown=64, nvmlClocksThrottleReasonAll=255,
-    )  # fmt: skip
-    assert hardware._throttle_reasons(nvml, 1) == ()
-    assert hardware._throttle_reasons(nvml, 1 + 4 + 64) == ("HwThermalSlowdown", "SwPowerCap")
-    assert hardware._throttle_reasons(nvml, None) == ()
 
 
 def test_a_check_that_breaks_is_a_line_and_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:

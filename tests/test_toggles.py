@@ -20,6 +20,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 OTHER: dict[str, Any] = {
     "max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 64, "gpu_memory_utilization": 0.5,
     "scheduling_policy": "priority", "max_passes": 0,
+    "thermal_governor": "pace",
 }  # fmt: skip
 # Root mean square error of logits over that of the logits themselves, on random weights: each format's rounding,
 # through two layers. bf16 keeps 8 bits of mantissa, int8 groups 7 bits, e4m3 4 bits, int4 groups 4 bits.

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from strata_lab.events import HardwareEvent
+
 CPU_FLAGS_THAT_MATTER = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8")
 _SIZE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -58,7 +60,8 @@ class GpuInfo:
         temperature_c: core temperature.
         power_w: current draw.
         pcie: link now, for example "gen4 x16 (of gen5 x16)".
-        throttle_reasons: reasons in force now, in the driver's words; empty when none.
+        throttle_reasons: what holds the clocks down now, in words; empty when nothing does.
+        reading: all its sensors.
     """
 
     index: int
@@ -72,6 +75,7 @@ class GpuInfo:
     power_w: float | None = None
     pcie: str | None = None
     throttle_reasons: tuple[str, ...] = field(default=())
+    reading: HardwareEvent | None = None
 
 
 def cpu_info() -> CpuInfo:
@@ -115,9 +119,17 @@ def processor_times() -> tuple[float, float] | None:
     return (ticks[3] + ticks[4]) / hz, sum(ticks) / hz
 
 
+def thermal_zone_c() -> float | None:
+    """The hottest thermal zone that Linux shows, in degrees Celsius; None where it shows none (virtual machines)."""
+    texts = [_read(str(p)).strip() for p in Path("/sys/class/thermal").glob("thermal_zone*/temp")]
+    return max((int(t) / 1000 for t in texts if t.lstrip("-").isdigit()), default=None)
+
+
 def gpus() -> list[GpuInfo]:
     """Every GPU the NVIDIA driver shows; empty without a driver or without `nvidia-ml-py`."""
-    nvml = _nvml()
+    from strata_lab.telemetry.nvml import open_nvml
+
+    nvml = open_nvml()
     if nvml is None:
         return []
     try:
@@ -135,58 +147,25 @@ def machine_key(device: str = "cpu") -> str:
     return hashlib.sha256(repr((device, parts)).encode()).hexdigest()[:16]
 
 
-def _nvml() -> ModuleType | None:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # a missing module, driver or device raise different types; all mean "no GPU"
-        return None
-    return pynvml
-
-
 def _gpu(nvml: ModuleType, index: int) -> GpuInfo:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    from strata_lab.telemetry.nvml import read, text
 
-    def ask(name: str, *args: Any) -> Any:
-        try:
-            return getattr(nvml, name)(handle, *args)
-        except (nvml.NVMLError, AttributeError):
-            return None  # this card or this driver has no such sensor
-
-    power_mw = ask("nvmlDeviceGetPowerUsage")
+    reading = read(nvml, nvml.nvmlDeviceGetHandleByIndex(index), f"gpu {index}")
+    link = reading.pcie_gen, reading.pcie_width, reading.pcie_gen_max, reading.pcie_width_max
     return GpuInfo(
         index=index,
-        name=_text(nvml.nvmlDeviceGetName(handle)),
-        driver=_text(nvml.nvmlSystemGetDriverVersion()),
-        memory_bytes=int(memory.total),
-        memory_used_bytes=int(memory.used),
-        clock_sm_mhz=ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-        clock_memory_mhz=ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
-        temperature_c=ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-        power_w=None if power_mw is None else power_mw / 1000,
-        pcie=_pcie(ask),
-        throttle_reasons=_throttle_reasons(nvml, ask("nvmlDeviceGetCurrentClocksThrottleReasons")),
+        name=reading.name,
+        driver=text(nvml.nvmlSystemGetDriverVersion()),
+        memory_bytes=reading.memory_bytes or 0,
+        memory_used_bytes=reading.memory_used_bytes or 0,
+        clock_sm_mhz=reading.sm_mhz,
+        clock_memory_mhz=reading.memory_mhz,
+        temperature_c=None if reading.core_c is None else int(reading.core_c),
+        power_w=reading.power_w,
+        pcie=None if None in link else f"gen{link[0]} x{link[1]} (of gen{link[2]} x{link[3]})",
+        throttle_reasons=reading.throttle,
+        reading=reading,
     )
-
-
-def _pcie(ask: Any) -> str | None:
-    now = ask("nvmlDeviceGetCurrPcieLinkGeneration"), ask("nvmlDeviceGetCurrPcieLinkWidth")
-    best = ask("nvmlDeviceGetMaxPcieLinkGeneration"), ask("nvmlDeviceGetMaxPcieLinkWidth")
-    return None if None in now + best else f"gen{now[0]} x{now[1]} (of gen{best[0]} x{best[1]})"
-
-
-def _throttle_reasons(nvml: ModuleType, mask: int | None) -> tuple[str, ...]:
-    """Names of the bits in force; an idle GPU and application clocks are no throttling."""
-    prefix, harmless = "nvmlClocksThrottleReason", ("None", "All", "GpuIdle", "ApplicationsClocksSetting")
-    names = [n for n in dir(nvml) if n.startswith(prefix) and n.removeprefix(prefix) not in harmless]
-    bits = {n.removeprefix(prefix): getattr(nvml, n) for n in names}
-    return tuple(sorted(n for n, bit in bits.items() if isinstance(bit, int) and (mask or 0) & bit))
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _read(path: str) -> str:
