@@ -1,5 +1,7 @@
-"""NVML with recorded answers: the functions and constants that `telemetry/nvml.py` asks for, and errors for what a card
-does not have. `consumer()` answers as a consumer card (no memory temperature, no ECC), `datacentre()` as one with HBM."""
+"""NVML with recorded answers: what `telemetry/nvml.py` asks for, and errors for what a card does not have.
+
+`consumer()` answers as a consumer card (no memory temperature, no ECC), `datacentre()` as one with HBM.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thermal governor: reads the card's sensors beside the engine and makes it do a little less before it gets too hot.
+"""The thermal governor: reads the card's sensors and makes the engine do a little less before the card gets too hot.
 
 What to do is `telemetry/heat.py`'s decision; this carries it out, in the thread of a `Monitor`: it tells the pacer how
 much to rest, and the engine, at its safe point, how many seats there are. Whatever changes goes out as a

@@ -60,7 +60,7 @@ class CpuSource:
 
 
 def source_for(device: Any) -> Source:
-    """The sensors of a torch device or its name; a card whose sensors cannot be read becomes a `CpuSource` that says so."""
+    """The sensors of a torch device or its name; for a card that cannot be read, a `CpuSource` that says so."""
     name = str(device)
     if not name.startswith("cuda"):
         return CpuSource()

@@ -133,10 +133,11 @@ class NvmlSource:
     """
 
     def __init__(self, device: str, uuid: str | None = None, nvml: Any = None) -> None:
-        self.device, self._nvml = device, nvml or open_nvml()
+        self.device = device
+        self._nvml: Any = nvml or open_nvml()
         if self._nvml is None:
             raise LookupError(
-                "no sensor: NVML cannot be opened; pip install nvidia-ml-py, and check that nvidia-smi runs"
+                "no sensor: NVML cannot be opened; pip install nvidia-ml-py and see whether nvidia-smi runs"
             )
         try:
             if uuid is None:
