@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from strata_lab import __version__
-from strata_lab.cli import checkpoints
+from strata_lab.cli import checkpoints, gauges
 from strata_lab.cli.answers import answer
 from strata_lab.cli.options import config_flags, given, parse_toggle, sampling_flags, toggle_flags, with_flags
 from strata_lab.cli.terminal import AsJson, bar, fail, plain_errors, print_checks, show
@@ -266,6 +266,7 @@ def doctor(model: Model = DEFAULT_MODEL, as_json: AsJson = False) -> None:
 
 app.command()(checkpoints.convert)
 app.command()(checkpoints.validate)
+app.command()(gauges.roofline)
 
 
 def main() -> None:

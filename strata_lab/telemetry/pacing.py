@@ -2,7 +2,8 @@
 
 The engine's loop hands each step to its governor's `run`; without one that is a plain call. A pacer lets steps run for
 `SLICE_S`, waits until the device has nothing queued (a runner that works ahead of the host would otherwise use the
-pause to catch up), and then rests in proportion. Slices are short against a cooler's time constant and long against a step.
+pause to catch up), and then rests in proportion. Slices are short against a cooler's time constant and long against a
+step.
 """
 
 from __future__ import annotations
