@@ -1,6 +1,7 @@
 """What an engine takes of a device's memory beside weights and KV pool, before anything has run.
 
-The pool is sized by what weights (`telemetry.roofline.forecast`) and this leave.
+The pool is sized by what weights (`telemetry.roofline.forecast`) and this leave; `telemetry/memcheck.py` adds all of it
+up for a card that may not be here.
 """
 
 from __future__ import annotations
@@ -18,13 +19,30 @@ def conversion_nbytes(config: ModelConfig) -> int:
     return 12 * max(mlp, c.vocab_size * c.hidden_size)
 
 
-def workspace_nbytes(config: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int) -> int:
-    """Bytes for activations of the largest step, logits, dequantized matrices of a prefill, and captures."""
+def activation_nbytes(config: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+    """Bytes for activations of the largest step and its logits."""
     c = config
-    attention = (c.num_q_heads + 2 * c.num_kv_heads) * c.head_dim
     mlp = 3 * max(c.intermediate_size, c.num_experts_per_tok * c.moe_intermediate_size)
     mlp += c.num_experts_per_tok * c.hidden_size  # each expert's answer before they are added up
-    activations = 4 * max_num_batched_tokens * (4 * c.hidden_size + 2 * attention + mlp)
-    logits = 4 * LOGIT_COPIES * max_num_seqs * c.vocab_size
-    widest = 2 * c.hidden_size * max(2 * c.intermediate_size, attention)  # one matrix in bfloat16
-    return activations + logits + widest + GRAPH_BYTES
+    activations = 4 * max_num_batched_tokens * (4 * c.hidden_size + 2 * _attention_width(c) + mlp)
+    return activations + 4 * LOGIT_COPIES * max_num_seqs * c.vocab_size
+
+
+def dequantized_nbytes(config: ModelConfig) -> int:
+    """Bytes of the widest matrix of a layer in bfloat16, as a GPU's prefill makes it."""
+    return 2 * config.hidden_size * max(2 * config.intermediate_size, _attention_width(config))
+
+
+def workspace_nbytes(config: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+    """Bytes on a GPU for activations of the largest step, logits, dequantized matrices of a prefill, and captures."""
+    activations = activation_nbytes(config, max_num_batched_tokens, max_num_seqs)
+    return activations + dequantized_nbytes(config) + GRAPH_BYTES
+
+
+def rotary_nbytes(config: ModelConfig) -> int:
+    """Bytes of the tables of sines and cosines, float32."""
+    return 4 * config.max_position * config.head_dim
+
+
+def _attention_width(config: ModelConfig) -> int:
+    return (config.num_q_heads + 2 * config.num_kv_heads) * config.head_dim

@@ -267,6 +267,7 @@ def doctor(model: Model = DEFAULT_MODEL, as_json: AsJson = False) -> None:
 app.command()(checkpoints.convert)
 app.command()(checkpoints.validate)
 app.command()(gauges.roofline)
+app.command()(gauges.memcheck)
 
 
 def main() -> None:
