@@ -55,6 +55,9 @@ class FakeNvml:
     def nvmlSystemGetDriverVersion(self) -> bytes:
         return b"580.159.04"
 
+    def nvmlSystemGetCudaDriverVersion(self) -> int:
+        return 13000
+
     def nvmlShutdown(self) -> None:
         self.is_open = False
 

@@ -1,4 +1,4 @@
-"""Laws of `strata roofline`: bytes give ceilings, ceilings give needs, above 100% is an alarm, projections are labelled."""
+"""Laws of `strata roofline`: bytes give ceilings and needs, above 100% is an alarm, projections are labelled."""
 
 from __future__ import annotations
 

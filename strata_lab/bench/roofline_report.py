@@ -1,4 +1,4 @@
-"""`strata roofline`: bytes per token of a model, what a card could do at best, and what the articles' figures would need.
+"""`strata roofline`: bytes per token of a model, what a card could do at best, what the articles' figures would need.
 
 Arithmetic only (`telemetry/roofline.py`, `telemetry/cards.py`), with one projection from a measured record. A share
 above 100% cannot be and is an alarm: somebody counts bytes that are not read, or tokens that were not made.
@@ -123,15 +123,16 @@ def report(
 
     needs = [Need(n, n / best(1), n / best(LADDER_STREAMS)) for n in LADDER]
     alarms = [
-        f"{n.tok_s:g} tok/s would need {n.one_stream:.0%} of what {card.name} can read, as one stream in {need_format}: "
-        "that cannot be"
+        f"{n.tok_s:g} tok/s would need {n.one_stream:.0%} of what {card.name} can read, as one stream in "
+        f"{need_format}: that cannot be"
         for n in needs
         if n.one_stream > 1
     ]
     if measured_tok_s is not None and measured_tok_s > best(batch):
         alarms.append(
-            f"the given {measured_tok_s:g} tok/s are {measured_tok_s / best(batch):.0%} of the ceiling in {need_format} "
-            f"at batch {batch}: that cannot be; the tokens are over-counted, or model, format or card is another"
+            f"the given {measured_tok_s:g} tok/s are {measured_tok_s / best(batch):.0%} of the ceiling in "
+            f"{need_format} at batch {batch}: that cannot be; the tokens are over-counted, or model, format or card is "
+            "another"
         )
     notes = [_bandwidth_note(card), f"projections: {ASSUMPTIONS}"]
     if card.tensor_tflops and "int4" not in card.tensor_tflops:

@@ -251,11 +251,22 @@ def climb(
 
 @app.command()
 @plain_errors
-def doctor(model: Model = DEFAULT_MODEL, as_json: AsJson = False) -> None:
+def doctor(
+    model: Model = DEFAULT_MODEL,
+    load: Annotated[
+        bool, typer.Option("--load", help="Load the model too, and say what is really in force in the engine.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Say what is here, what is missing, what each toggle does on this machine, and how to mend what is wrong."""
     from strata_lab.telemetry.doctor import examine
 
     checks = examine(model)
+    if load and all(c.verdict != "fail" for c in checks):
+        from strata_lab.telemetry.doctor_engine import examine_engine
+
+        with make_engine(model) as engine:
+            checks += examine_engine(engine)
     ok = all(c.verdict != "fail" for c in checks)
     if as_json:
         typer.echo(json.dumps({"ok": ok, "checks": [dataclasses.asdict(c) for c in checks]}, ensure_ascii=False))

@@ -75,18 +75,22 @@ def show(renderable: Any) -> None:
 
 
 def print_checks(checks: list[Any]) -> None:
-    """Lines with `verdict`, `name`, `value`, `fix` and maybe `section` as a table."""
+    """Lines with `verdict`, `name`, `value`, `fix` and maybe `section` and `cause` as a table."""
     from rich.table import Table
     from rich.text import Text
 
     colours = {"ok": "green", "warn": "yellow", "fail": "red"}
     table = Table(box=None, pad_edge=False)
-    for head in ("", "check", "value", "fix"):
+    for head in ("", "check", "value", "cause: fix"):
         table.add_column(head, overflow="fold")
     section = ""
     for c in checks:
         if getattr(c, "section", "") != section:
             section = c.section
             table.add_row("", Text(section, style="bold"))
-        table.add_row(Text(c.verdict, style=colours[c.verdict]), f"  {c.name}", Text(c.value), Text(c.fix))
+        table.add_row(Text(c.verdict, style=colours[c.verdict]), f"  {c.name}", Text(c.value), Text(_cause_and_fix(c)))
     show(table)
+
+
+def _cause_and_fix(check: Any) -> str:
+    return ": ".join(text for text in (getattr(check, "cause", ""), check.fix) if text)

@@ -10,43 +10,21 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib import metadata
-from typing import Literal
 
 from strata_lab.config import DEFAULT_MODEL, toggles
 from strata_lab.explain import explain
-from strata_lab.telemetry import hardware
-
-Verdict = Literal["ok", "warn", "fail"]
+from strata_lab.telemetry import container, hardware
+from strata_lab.telemetry.checks import Check
+from strata_lab.telemetry.doctor_gpu import gpu_checks
 
 # torch release -> triton release that were run together; others may work and are unproven.
 SUPPORTED_PAIRS = {"2.11": "3.6", "2.13": "3.7"}
 MIN_PYTHON = (3, 11)
 LOW_MEMORY_BYTES = 2 << 30  # a 135M model with its pool and a compiler run fit into this
-HOT_C = 83  # NVIDIA's usual slow-down threshold for consumer cards
 BUSY_LOAD = 0.5  # runnable processes per core from which timings are worth little
 NOTEBOOK_PACKAGES = ("jupyterlab", "ipywidgets", "anywidget", "plotly")
 GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the report.
-
-    Attributes:
-        section: heading it belongs under.
-        name: what was looked at.
-        value: what was found.
-        verdict: "ok", "warn" (works, but slower or unproven) or "fail" (does not work).
-        fix: what to do about it; empty when ok.
-    """
-
-    section: str
-    name: str
-    value: str
-    verdict: Verdict = "ok"
-    fix: str = ""
 
 
 def examine(model: str = DEFAULT_MODEL) -> list[Check]:
@@ -56,7 +34,7 @@ def examine(model: str = DEFAULT_MODEL) -> list[Check]:
         ("software", _software),
         ("processor", _processor),
         ("memory", _memory),
-        ("gpu", _gpu),
+        ("gpu", gpu_checks),
         ("model", lambda: _model(model)),
         ("toggles", _toggles),
     ]
@@ -156,47 +134,31 @@ def _memory() -> Iterator[Check]:
         low = cpu.available_memory_bytes < LOW_MEMORY_BYTES
         value = f"{cpu.available_memory_bytes / GIB:.1f} of {cpu.memory_bytes / GIB:.1f} GiB available"
         yield Check("memory", "main memory", value, "warn" if low else "ok", "close other programs" if low else "")
+    yield from _container()
     top = ceiling("cpu", fresh=True)  # a kept value may come from a busier hour
     value = f"{top.bytes_s / 1e9:.1f} GB/s read, measured; the roofline of decode"
     yield Check("memory", "bandwidth", value)
 
 
-def _gpu() -> Iterator[Check]:
-    import torch
-
-    found = hardware.gpus()
-    usable = torch.cuda.is_available()
-    if not found and not usable:
-        yield Check("gpu", "NVIDIA GPU", "none; everything runs on the CPU")
-        return
-    if not usable:
-        reason = "this torch has no CUDA" if torch.version.cuda is None else "torch cannot open it"
-        yield Check(
-            "gpu", "torch", f"{found[0].name} is there, but {reason}", "fail", "make setup installs the CUDA build"
-        )
-        return
-    yield Check("gpu", "torch", f"CUDA {torch.version.cuda}, sees {torch.cuda.device_count()} GPU(s)")
-    if not found:
-        yield Check("gpu", "sensors", "no driver library for them", "warn", "pip install nvidia-ml-py")
-    for gpu in found:
-        yield from _one_gpu(gpu)
-
-
-def _one_gpu(gpu: hardware.GpuInfo) -> Iterator[Check]:
-    name = f"gpu {gpu.index}"
-    free = (gpu.memory_bytes - gpu.memory_used_bytes) / GIB
-    low = free < LOW_MEMORY_BYTES / GIB
-    value = f"{gpu.name}, driver {gpu.driver}, {free:.1f} of {gpu.memory_bytes / GIB:.1f} GiB free"
-    yield Check("gpu", name, value, "warn" if low else "ok", "end other programs that hold its memory" if low else "")
-    if gpu.temperature_c is not None:
-        hot = gpu.temperature_c >= HOT_C
-        fix = "it is about to slow down: improve cooling or lower the power limit" if hot else ""
-        yield Check("gpu", f"{name} temperature", f"{gpu.temperature_c} C", "warn" if hot else "ok", fix)
-    if gpu.pcie is not None:
-        yield Check("gpu", f"{name} link", gpu.pcie)
-    if gpu.throttle_reasons:
-        fix = "clocks are held down now: look at temperature first, then power, then utilization"
-        yield Check("gpu", f"{name} throttled", ", ".join(gpu.throttle_reasons), "warn", fix)
+def _container() -> Iterator[Check]:
+    """Limits of a control group: what the kernel enforces while the system shows the whole machine."""
+    found, cores = container.limits(), hardware.usable_cores()
+    if found.memory_bytes is None:
+        yield Check("memory", "container memory", "no limit below the machine's")
+    else:
+        left = found.memory_bytes - (found.memory_used_bytes or 0)
+        low = left < LOW_MEMORY_BYTES
+        fix = "start the container with more (docker run --memory 8g), or lower gpu_memory_utilization" if low else ""
+        value = f"{left / GIB:.1f} of {found.memory_bytes / GIB:.1f} GiB left"
+        cause = "beyond it the kernel ends the process without a message" if low else ""
+        yield Check("memory", "container memory", value, "warn" if low else "ok", fix, cause)
+    if found.cpus is not None and found.cpus < cores:
+        fix = f"start with OMP_NUM_THREADS={max(1, int(found.cpus))}, or give the container {cores} processors"
+        cause = "more threads than that are stopped in turns, in the middle of a step"
+        value = f"{found.cpus:g} processors' time, {cores} shown"
+        yield Check("memory", "container processors", value, "warn", fix, cause)
+    else:
+        yield Check("memory", "container processors", "no limit below the machine's")
 
 
 def _model(model: str) -> Iterator[Check]:
@@ -210,6 +172,7 @@ def _model(model: str) -> Iterator[Check]:
     path = hub.find_model(model)
     if path is not None:
         yield Check("model", model, str(path))
+        yield from _stored(model)
         return
     try:
         hub.known_model(model)
@@ -218,15 +181,29 @@ def _model(model: str) -> Iterator[Check]:
         yield Check("model", model, str(error), "fail", f"give the path of a model, or {hub.how_to_get()}")
 
 
+def _stored(model: str) -> Iterator[Check]:
+    """What the file holds, and what is read otherwise than it is stored."""
+    from strata_lab.models.loader import open_model
+
+    opened = open_model(model)
+    try:
+        fix = "`strata doctor --load` shows what an engine makes of it"
+        yield Check("model", "stored as", f"{opened.stored_format}; {fix}")
+        for note in opened.notes():
+            yield Check("model", "note", note)
+    finally:
+        opened.close()
+
+
 def _toggles() -> Iterator[Check]:
     import torch
 
     texts = explain("cuda" if torch.cuda.is_available() else "cpu")
     for t in toggles():
         nothing = texts[t.name].startswith("No effect")
-        yield Check(
-            "toggles", t.name, texts[t.name], "warn" if nothing else "ok", "leave it off here" if nothing else ""
-        )
+        wrong = nothing and t.default != t.off
+        fix = "leave it off here" if wrong else ""
+        yield Check("toggles", t.name, texts[t.name], "warn" if wrong else "ok", fix)
 
 
 def _version(package: str) -> str | None:

@@ -62,6 +62,7 @@ class GpuInfo:
         pcie: link now, for example "gen4 x16 (of gen5 x16)".
         throttle_reasons: what holds the clocks down now, in words; empty when nothing does.
         reading: all its sensors.
+        driver_cuda: newest CUDA that the driver runs, such as "13.0".
     """
 
     index: int
@@ -76,6 +77,7 @@ class GpuInfo:
     pcie: str | None = None
     throttle_reasons: tuple[str, ...] = field(default=())
     reading: HardwareEvent | None = None
+    driver_cuda: str | None = None
 
 
 def cpu_info() -> CpuInfo:
@@ -148,7 +150,7 @@ def machine_key(device: str = "cpu") -> str:
 
 
 def _gpu(nvml: ModuleType, index: int) -> GpuInfo:
-    from strata_lab.telemetry.nvml import read, text
+    from strata_lab.telemetry.nvml import driver_cuda, read, text
 
     reading = read(nvml, nvml.nvmlDeviceGetHandleByIndex(index), f"gpu {index}")
     link = reading.pcie_gen, reading.pcie_width, reading.pcie_gen_max, reading.pcie_width_max
@@ -165,6 +167,7 @@ def _gpu(nvml: ModuleType, index: int) -> GpuInfo:
         pcie=None if None in link else f"gen{link[0]} x{link[1]} (of gen{link[2]} x{link[3]})",
         throttle_reasons=reading.throttle,
         reading=reading,
+        driver_cuda=driver_cuda(nvml),
     )
 
 

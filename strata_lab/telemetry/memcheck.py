@@ -1,8 +1,8 @@
 """Does it fit? What an engine will take of a card's memory and of the host's, before anything is loaded.
 
 The same arithmetic that sizes the KV pool of a running engine (`resolve.py`), for a card that may not be here. Where it
-does not fit, or the pool is smaller than asked for, one setting is named that helps, and a value that was computed to be
-enough. It loads nothing and asks no driver.
+does not fit, or the pool is smaller than asked for, one setting is named that helps, and a value that was computed to
+be enough. It loads nothing and asks no driver.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Forecast:
         host_pinned_bytes, host_peak_bytes: main memory: locked for swapping, and taken for a moment while loading.
         kv_blocks, kv_tokens: of the pool.
         full_requests: requests of full length that the pool holds at the same time.
-        verdict: "fits", "tight" (it runs, but not all requests at full length at once) or "too small" (it will not start).
+        verdict: "fits", "tight" (it runs, but not all requests at full length at once) or "too small" (it will not
+            start).
         reason: a sentence.
         setting, value: the first setting to change, and to what; empty and None where nothing has to be.
     """

@@ -94,6 +94,15 @@ def read(nvml: Any, handle: Any, device: str) -> HardwareEvent:
     )
 
 
+def driver_cuda(nvml: Any) -> str | None:
+    """Newest CUDA that the driver runs, such as "13.0"; None where it does not say."""
+    try:
+        version = int(nvml.nvmlSystemGetCudaDriverVersion())
+    except (nvml.NVMLError, AttributeError):
+        return None
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
 def throttle_words(nvml: Any, mask: int | None) -> tuple[str, ...]:
     """The bits in force, in words and in order; idling and clocks that somebody chose are no throttling."""
     bits = {n.removeprefix(_PREFIX): getattr(nvml, n) for n in dir(nvml) if n.startswith(_PREFIX)}
