@@ -1,4 +1,4 @@
-"""Laws of the doctor's look at cards, containers and running engines: the order of the triage, a cause and a fix each."""
+"""Laws of the doctor's look at cards, containers and engines: the order of the triage, a cause and a fix each."""
 
 from __future__ import annotations
 
@@ -172,13 +172,15 @@ CGROUPS = [
     ("0::/a/b\n", {"a/b/memory.max": "4294967296\n", "a/b/memory.current": "1000\n", "a/b/cpu.max": "150000 100000\n"},
      Limits(4 << 30, 1000, 1.5)),
     # version 2, a parent is tighter; inside a container the group's path does not exist here
-    ("0::/x\n", {"memory.max": "2147483648\n", "memory.current": "5\n", "cpu.max": "max 100000\n"}, Limits(2 << 30, 5, None)),
+    ("0::/x\n", {"memory.max": "2147483648\n", "memory.current": "5\n", "cpu.max": "max 100000\n"},
+     Limits(2 << 30, 5, None)),
     ("0::/\n", {"memory.max": "max\n", "cpu.max": "max 100000\n"}, Limits()),
     # version 1
     ("4:memory:/g\n2:cpu,cpuacct:/\n",
-     {"memory/g/memory.limit_in_bytes": "1073741824", "memory/g/memory.usage_in_bytes": "7", "cpu/cpu.cfs_quota_us": "50000",
-      "cpu/cpu.cfs_period_us": "100000"}, Limits(1 << 30, 7, 0.5)),
-    ("4:memory:/\n1:cpu:/\n", {"memory/memory.limit_in_bytes": str((1 << 63) - 4096), "cpu/cpu.cfs_quota_us": "-1"}, Limits()),
+     {"memory/g/memory.limit_in_bytes": "1073741824", "memory/g/memory.usage_in_bytes": "7",
+      "cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, Limits(1 << 30, 7, 0.5)),
+    ("4:memory:/\n1:cpu:/\n", {"memory/memory.limit_in_bytes": str((1 << 63) - 4096), "cpu/cpu.cfs_quota_us": "-1"},
+     Limits()),
     ("", {}, Limits()),
 ]  # fmt: skip
 

@@ -34,6 +34,9 @@ MIN_TOKENS = 8  # of a run: fewer have no decode rate worth its name
 SLACK_TOKENS = 64  # room behind the longest request: steps that are queued ahead need blocks too
 TOKENS_PER_CHARACTER = 3  # at most: a character outside of the vocabulary is spelled in bytes
 
+# No step of a climb: what it is worth shows on a hot card, after minutes.
+NOT_A_STAGE = ("thermal_governor",)
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -57,7 +60,7 @@ def plan(device_type: str) -> list[Stage]:
     """Stages for "cpu" or "cuda": single-stream ones first, derived from `config.toggles()`."""
     known = {t.name: t for t in toggles()}
     named = [Stage(n, v) for n, v in ORDER if n in known and (device_type == "cuda" or (n, v) not in GPU_ONLY)]
-    rest = [t for t in known.values() if t.kind in ("bool", "choice") and t.name not in dict(ORDER)]
+    rest = [t for t in known.values() if t.kind in ("bool", "choice") and t.name not in (*dict(ORDER), *NOT_A_STAGE)]
     derived = [Stage(t.name, v) for t in rest for v in (t.choices[1:] or (True,))]
     return sorted(named + derived, key=lambda stage: stage.several)
 

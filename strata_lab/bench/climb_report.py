@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from strata_lab.bench.climb_plan import SEVERAL, SINGLE
-from strata_lab.bench.svg import HATCH, Column, columns, number
+from strata_lab.bench.page import facts, page, section
+from strata_lab.bench.svg import Column, columns, number
 from strata_lab.config import toggles
 
-STYLE = Path(__file__).with_name("report.css")
 GHOST_LIMIT = 5  # times the tallest column up to which the roofline is drawn
 ARTICLE_HARDWARE = "RTX 4090 48 GB"
 # The source articles' climb, tok/s: their claim, with what each step switched on.
@@ -87,43 +86,33 @@ def html_page(records: Sequence[Rec]) -> str:
     stages, direct = _main(records)
     title = f"The climb: {stages[0]['conditions']['model']}"
     body = [
-        f"<header><h1>{escape(title)}</h1><p class=lead>{_headline(stages, direct)}</p>{_facts(records[0])}</header>"
+        f"<header><h1>{escape(title)}</h1><p class=lead>{_headline(stages, direct)}</p>{facts(records[0])}</header>"
     ]
     if single:
         chart = columns("decode", "tok/s", _columns(single, roofline=True))
-        body.append(_section("One stream, decode", _single_note(single), chart))
+        body.append(section("One stream, decode", _single_note(single), chart))
         note = "Reading the prompt is bound by arithmetic, not by memory, so it is its own chart."
         body.append(
-            _section("One stream, prefill", note, columns("prefill", "tok/s", _columns(single, "prefill_tok_s")))
+            section("One stream, prefill", note, columns("prefill", "tok/s", _columns(single, "prefill_tok_s")))
         )
     if several:
         mix = "Not comparable with above." if single else "Hatched: lost against the stage before and was taken back."
         note = f"{_conditions(several[0])}; all streams added up, prefill included. {mix}"
         chart = columns("total", "tok/s", _columns([r for r in several if not _is_check(r)]))
-        body.append(_section("Several streams, in total", note, chart))
-    body += [_section("Cold starts", text, "") for text in map(_cold, records) if text]
+        body.append(section("Several streams, in total", note, chart))
+    body += [section("Cold starts", text, "") for text in map(_cold, records) if text]
     body += _formats(records)
     body.append(_articles(stages))
     if single:
-        body.append(_section("Every figure", _conditions(single[0]), _table([*single, *check])))
+        body.append(section("Every figure", _conditions(single[0]), _table([*single, *check])))
     if several:
-        body.append(_section("Every figure, several streams", _conditions(several[0]), _table(several)))
+        body.append(section("Every figure, several streams", _conditions(several[0]), _table(several)))
     formulas = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in FORMULAS)
-    body.append(_section("How it is computed", "", f"<dl>{formulas}</dl>"))
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    head += f"<title>{escape(title)}</title>\n<style>\n{STYLE.read_text(encoding='utf-8')}</style>"
-    content = "\n".join(body)
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{HATCH}<main>\n{content}\n</main></body></html>\n'
-    )
+    body.append(section("How it is computed", "", f"<dl>{formulas}</dl>"))
+    return page(title, body)
 
 
 # -- parts of the page ------------------------------------------------------------------------------------------
-
-
-def _section(title: str, note: str, content: str) -> str:
-    paragraph = f"<p>{escape(note)}</p>" if note else ""
-    return f"<section><h2>{escape(title)}</h2>{paragraph}<div class=scroll>{content}</div></section>"
 
 
 def _headline(stages: Sequence[Rec], check: Sequence[Rec]) -> str:
@@ -135,25 +124,6 @@ def _headline(stages: Sequence[Rec], check: Sequence[Rec]) -> str:
     if check:
         text += f" ({check[0]['metrics']['speedup_vs_before']:.1f}x when both ends are measured side by side)"
     return text
-
-
-def _facts(record: Rec) -> str:
-    hardware, versions = record["hardware"], record["versions"]
-    facts = {
-        "hardware": hardware.get("gpu") or hardware.get("cpu"),
-        "memory": f"{hardware['memory_gb']} GB",
-        "CPU threads": hardware["threads"],
-        "load before": hardware["load_average"],
-        "driver": hardware["driver"],
-        "clocks": hardware["clocks"] and ", ".join(f"{k} {v}" for k, v in hardware["clocks"].items() if v is not None),
-        "temperature": hardware["temperature"] and f"{hardware['temperature']} C",
-        "date": record["date"],
-        "commit": record["commit"],
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "again with": record["script"],
-    }
-    cells = "".join(f"<div><dt>{k}</dt><dd>{escape(str(v))}</dd></div>" for k, v in facts.items() if v is not None)
-    return f"<dl class=facts>{cells}</dl>"
 
 
 def _single_note(single: Sequence[Rec]) -> str:
@@ -229,7 +199,7 @@ def _articles(single: Sequence[Rec]) -> str:
         "chart was measured here; compare ratios, not heights."
     )
     chart = columns("the articles' claim", "tok/s, claimed", theirs)
-    return _section(f"Beside it: the articles' climb, claimed on an {ARTICLE_HARDWARE}", note, chart + table)
+    return section(f"Beside it: the articles' climb, claimed on an {ARTICLE_HARDWARE}", note, chart + table)
 
 
 def _formats(records: Sequence[Rec]) -> list[str]:
@@ -244,7 +214,7 @@ def _formats(records: Sequence[Rec]) -> list[str]:
     heads = "<tr><th>weights</th><th>x bf16, measured here</th><th>x FP16, article's claim</th></tr>"
     table = f"<table class=ratios><thead>{heads}</thead><tbody>{rows}</tbody></table>"
     note = f"Total tokens per second at batch {records[0]['conditions']['batch']}. {FORMATS_NOTE}"
-    return [_section("Weight formats", note, table)]
+    return [section("Weight formats", note, table)]
 
 
 def _cold(r: Rec) -> str:
