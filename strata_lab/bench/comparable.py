@@ -44,7 +44,7 @@ def first_difference(a: Mapping[str, Any], b: Mapping[str, Any], despite: Sequen
         a, b: records.
         despite: names of conditions that may differ after all.
     """
-    known = (*MUST_MATCH, *HARDWARE)
+    known = (*MUST_MATCH, *HARDWARE, "throttle")
     for name in despite:
         if name not in known:
             raise ConfigError(f"despite={name!r} must be one of {', '.join(known)}; try 'threads'")

@@ -43,7 +43,7 @@ def label(r: Rec) -> str:
     """What was measured, in a few words."""
     c = r["conditions"]
     how = f"{c['rate']:g}/s" if c["rate"] else f"x{c['batch']}"
-    side = f"{c['side']} " if c.get("side") else ""
+    side = f"{c['side']} " if c.get("side") else "cold " if c.get("cold_starts") else ""
     return f"{side}{c['workload']} {c['prompt_tokens']}/{c['output_tokens']} {how}"
 
 

@@ -54,7 +54,7 @@ class ServerTarget:
         try:
             import httpx
         except ModuleNotFoundError as error:
-            raise ConfigError("--peer needs the package httpx; pip install 'strata-lab[serve]'") from error
+            raise ConfigError("--peer needs the package httpx; pip install 'strata-lab[lab]'") from error
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"peer={url!r} must be an address; try http://127.0.0.1:8000/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
