@@ -213,7 +213,7 @@ class Bench:
             spread=Spread.of(rates) if rates else None,
             note="; ".join(first_errors),
         )
-        return replace(made, hardware=made.hardware | {"during": seen})
+        return replace(made, hardware=dict(made.hardware) | {"during": seen})
 
 
 def sensors(readings: Sequence[HardwareEvent]) -> dict[str, Any] | None:
