@@ -22,8 +22,10 @@ from strata_lab.config import DEFAULT_MODEL, EngineConfig, Optimizations, engine
 from strata_lab.engine_loop import EngineClosedError, EngineLoop
 from strata_lab.events import EventLog, ProgressEvent, StepEvent, TokenEvent
 from strata_lab.explain import explain
-from strata_lab.request import RequestOutput
-from strata_lab.sampling_params import SamplingParams
+from strata_lab.kernels import bind
+from strata_lab.prompt_embeds import checked, placeholder_ids
+from strata_lab.request import RequestOutput, check_token_ids
+from strata_lab.sampling_params import RequestError, SamplingParams
 from strata_lab.scheduler import Scheduler
 from strata_lab.session import Intake, Prompt, TokenStream, collect
 from strata_lab.settings import ConfigError
@@ -123,7 +125,13 @@ class LLMEngine:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt | None = None,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        prompt_embeds: Any = None,
     ) -> str:
         """Queue a request and return its id; follow it with `output`, or with `step` when the loop does not run.
 
@@ -133,14 +141,32 @@ class LLMEngine:
             request_id: a name of your own that is not in use.
             priority: who has the higher one is preempted last; with `scheduling_policy="priority"` it is also
                 admitted first.
+            prompt_embeds: instead of a prompt: [tokens, hidden] numbers that go into the first layer in the place of
+                token embeddings, such as image patches; `embed` makes them of tokens, to put text around.
 
         Raises:
             RequestError: it is empty, too long, malformed, or the queue is full.
         """
         self._loop.check_open()
-        session = self._intake.session(prompt, params or SamplingParams(), request_id, priority)
+        if (prompt is None) == (prompt_embeds is None):
+            raise RequestError(
+                "give a prompt or prompt_embeds, one of them; for both, put embed(tokens) beside the rows"
+            )
+        embeds = None
+        if prompt is None:
+            embeds = checked(prompt_embeds, self.model_config.hidden_size, self.device)
+            prompt = placeholder_ids(len(embeds))
+        session = self._intake.session(prompt, params or SamplingParams(), request_id, priority, embeds)
         self._loop.add(session)
         return session.request.request_id
+
+    @torch.no_grad()  # no inference tensor: callers change what they get
+    def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """The model's embeddings of some tokens, [T, hidden] float32: what `prompt_embeds` stand in place of."""
+        ids = torch.tensor(check_token_ids(token_ids, self.model_config.vocab_size), device=self.device)
+        self._loop.check_open()
+        parts = self._loop.parts
+        return bind(self._builder.backend).embedding(ids, parts.weights.embedding).float()
 
     def abort(self, request_id: str) -> bool:
         """End a request now, in any state; its text so far is kept. False if it is unknown or has ended."""

@@ -18,7 +18,7 @@ from hashlib import blake2b
 from typing import Protocol
 
 NAME_BYTES = 16
-TOKEN_CODE = "I"  # 32 bits per token id
+TOKEN_CODE = "i"  # 32 bits per token id; negative where an embedding stands instead (`prompt_embeds.py`)
 FIRST_NAME = bytes(NAME_BYTES)  # stands before the first block of every text
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from strata_lab.sampling_params import RequestError, SamplingParams
 
@@ -69,6 +70,7 @@ class Request:
     error: str | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
+    prompt_embeds: Any = None  # [T, hidden] on the device in the place of the prompt's tokens (`prompt_embeds.py`)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)  # prompt, then output
@@ -139,7 +141,7 @@ class RequestOutput:
     Attributes:
         request_id: the engine's name for it.
         prompt: the text that was given (empty when token ids were given).
-        prompt_token_ids: the prompt as tokens.
+        prompt_token_ids: the prompt as tokens; -1 where an embedding was given instead.
         text: the generated text.
         token_ids: the generated tokens.
         finish_reason: "stop", "length", "abort", "timeout" or "error"; None while it runs.
@@ -171,7 +173,7 @@ class RequestOutput:
         return cls(
             request_id=request.request_id,
             prompt=prompt,
-            prompt_token_ids=tuple(request.prompt_token_ids),
+            prompt_token_ids=tuple(max(-1, token_id) for token_id in request.prompt_token_ids),
             text=text,
             token_ids=tuple(request.output_token_ids),
             finish_reason=request.finish_reason,

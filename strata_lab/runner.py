@@ -16,6 +16,7 @@ from torch import Tensor
 from strata_lab.kv_cache import KVCache
 from strata_lab.layers.attention import StepContext
 from strata_lab.models.base import CausalLM
+from strata_lab.prompt_embeds import EmbeddedRows
 from strata_lab.sampler import SampledTokens, Sampler
 from strata_lab.scheduler import ScheduledBatch
 
@@ -30,7 +31,8 @@ class StepInputs:
         seq_lens: tokens in the cache per request after this step's writes, [B] int32.
         cu_seqlens_q: [B + 1] int32.
         sample_rows: which of the T rows need logits, [S] int64.
-        max_q_len: most tokens of one request; 1 for a pure decode step.
+        max_q_len: at least the tokens of any one request; 1 for a pure decode step.
+        embedded: what takes the place of token embeddings; None nearly always.
     """
 
     input_ids: Tensor
@@ -41,6 +43,7 @@ class StepInputs:
     cu_seqlens_q: Tensor
     sample_rows: Tensor
     max_q_len: int
+    embedded: EmbeddedRows | None = None
 
     @classmethod
     def of(cls, batch: ScheduledBatch, block_size: int, device: torch.device) -> StepInputs:
@@ -61,6 +64,9 @@ class StepInputs:
             cumulative.append(len(ids))
             if item.samples:
                 samples.append(len(ids) - 1)
+        embedded = EmbeddedRows.of(batch, device)
+        if embedded is not None:
+            ids = [max(0, token_id) for token_id in ids]
         width = max(2, *(-(-n // block_size) for n in seq_lens))  # inductor gives a width of 1 a graph of its own
         tables = [(item.block_table + [0] * width)[:width] for item in batch.items]
         return cls(
@@ -71,7 +77,9 @@ class StepInputs:
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
             cu_seqlens_q=torch.tensor(cumulative, dtype=torch.int32, device=device),
             sample_rows=torch.tensor(samples, dtype=torch.int64, device=device),
-            max_q_len=max(item.num_tokens for item in batch.items),
+            # 1 would ask for a captured step, which looks its tokens up
+            max_q_len=max(1 if embedded is None else 2, *(item.num_tokens for item in batch.items)),
+            embedded=embedded,
         )
 
     @classmethod
@@ -123,6 +131,8 @@ class EagerStep:
             cos, sin, inputs.slot_mapping, inputs.block_tables, inputs.seq_lens, inputs.cu_seqlens_q, inputs.max_q_len
         )
         x = model.embed(inputs.input_ids, self.dtype)
+        if inputs.embedded is not None:
+            x = inputs.embedded.put(x)
         for index, weights in enumerate(model.weights.layers):
             x = model.layer(x, weights, step, self.kv.layer(index))
         return x

@@ -114,26 +114,38 @@ class Intake:
         tokenizer_eos = tuple(tokenizer.eos_token_ids) if tokenizer is not None else ()
         self.eos_token_ids = frozenset(config.eos_token_ids) | frozenset(tokenizer_eos)
 
-    def session(self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int) -> Session:
-        """A session for one prompt."""
+    def session(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int, prompt_embeds: Any = None
+    ) -> Session:
+        """A session for one prompt; with `prompt_embeds` the prompt is what `prompt_embeds.placeholder_ids` gave."""
         if not isinstance(params, SamplingParams):
             raise RequestError(
                 f"sampling_params={params!r} must be a SamplingParams; try SamplingParams(max_tokens=64)"
             )
-        text, token_ids = self._tokens(prompt)
+        if prompt_embeds is None:
+            text, token_ids = self._tokens(prompt)
+            token_ids = context = check_token_ids(token_ids, self.config.vocab_size)
+        else:
+            text, token_ids, context = "", [int(i) for i in prompt], []  # type: ignore[arg-type]
+            if params.repetition_penalty != 1:
+                raise RequestError(
+                    f"repetition_penalty={params.repetition_penalty} looks at the prompt's tokens, and embeddings have "
+                    "none; try presence_penalty"
+                )
         request = Request(
             request_id=request_id or f"r-{uuid.uuid4().hex[:12]}",
-            prompt_token_ids=check_token_ids(token_ids, self.config.vocab_size),
+            prompt_token_ids=token_ids,
             params=params,
             seed=params.seed if params.seed is not None else secrets.randbits(62),
             priority=priority,
             arrival_s=time.perf_counter(),
+            prompt_embeds=prompt_embeds,
         )
         for token_id in (*params.logit_bias, *params.stop_token_ids):
             check_token_ids([token_id], self.config.vocab_size)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer and this model has none; use stop_token_ids")
-        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, request.prompt_token_ids, params)
+        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, context, params)
         return Session(request, text, detokenizer, self.eos_token_ids)
 
     def _tokens(self, prompt: Prompt) -> tuple[str, list[int]]:
