@@ -87,7 +87,7 @@ def memcheck(
     device, name, memory_bytes = _device(card, memory_gb)
     _, config, stored = model_geometry(model)
     toggled = wish.optimizations.as_dict()
-    swap_gib = getattr(wish, "swap_space", None) or 0.0
+    swap_gib = getattr(wish, "swap_space", None) or 0.0  # a setting only of engines that can swap
     plan = Plan(
         config=config,
         device=device,
