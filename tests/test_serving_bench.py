@@ -258,6 +258,7 @@ def test_the_command_measures_a_server(url: str, tmp_path: Path) -> None:
     assert (record["conditions"]["target"], record["conditions"]["model"]) == (url, "test-model")
     assert record["metrics"]["output_tokens"] == 4 * 8 and record["metrics"]["errors"] == 0
     assert record["metrics"]["itl_ms"] is None and record["spread"]["runs"] == 2
+    assert record["hardware"]["during"]["readings"] >= 2, "the server is on this machine"
     assert json.loads(page.with_suffix(".json").read_text()) == [record]
     wrong = CliRunner().invoke(cli.app, ["bench", "--peer", url, "--cold-starts", "1"])
     assert wrong.exit_code == 2 and "for an engine" in wrong.output
@@ -336,6 +337,14 @@ def test_what_the_sensors_said_is_kept_as_extremes() -> None:
     assert (found["core_c_max"], found["sm_mhz_min"], found["power_w_max"]) == (70, 1900, None)
     assert found["throttle"] == ["hot: b", "power: a"]
     assert serving.sensors([]) is None
+
+
+def test_a_server_on_this_machine_can_be_held_against_an_engine(benched, url: str, tmp_path: Path) -> None:
+    words = ["bench", "--peer", url, "--peer-model", benched[0][0]["conditions"]["model"], "--concurrency", "1",
+             "--prompt-tokens", "24", "--output-tokens", "6", "--runs", "1", "--json",
+             "--html", str(tmp_path / "p.html")]  # fmt: skip
+    (theirs,) = json.loads(CliRunner().invoke(cli.app, words).stdout)
+    assert comparable.first_difference(benched[0][0], theirs) is None
 
 
 # -- comparing ----------------------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ class Bench:
     Attributes:
         target: who answers.
         prompts: what is asked.
-        device: "cpu" or "cuda", for the sensors and the environment; None for a server elsewhere.
+        device: "cpu" or "cuda", for the sensors and the environment; None for a server on another machine.
         runs: of every cell, after its warm-up.
         before: called before every run, to drop what earlier runs have left in caches.
         script: the command that measures it again.

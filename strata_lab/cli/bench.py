@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -149,7 +150,16 @@ def _server(url: str, name: str | None, key: Path | None, text: Path | None, run
     target = ServerTarget(url, name, secret)
     stack.callback(target.close)
     conditions = {"model": target.model, "weight_format": None, "kv_cache_dtype": None, "toggles": None}
-    return Bench(target, Prompts(text, None, None), None, runs, lambda: None, _script(), conditions)
+    return Bench(target, Prompts(text, None, None), _device_behind(url), runs, lambda: None, _script(), conditions)
+
+
+def _device_behind(url: str) -> str | None:
+    """The device of a server on this machine, so that its runs can be held against an engine's; None for another's."""
+    if urlsplit(url).hostname not in ("localhost", "127.0.0.1", "::1"):
+        return None
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _switch(engine: Any, change: Mapping[str, Any]) -> Callable[[str], Mapping[str, Any]]:
