@@ -76,7 +76,8 @@ def test_the_articles_figures_are_held_against_the_ceiling() -> None:
 
 
 def test_a_projection_lies_between_its_two_assumptions_and_under_the_ceiling() -> None:
-    (entry,) = [e for e in results() if e[1]["conditions"]["model"] == MODEL and e[1]["conditions"]["batch"] == 1]
+    entry = nearest(results(), False, MODEL, "fp8", 1, 3.9e9)
+    assert entry is not None
     target = card("rtx4090-48g")
     step = entry[1]["metrics"]["step_gb"] * 1e9
     p = project(entry, target, MODEL, step, 1)

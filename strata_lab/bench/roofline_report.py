@@ -116,10 +116,11 @@ def report(
         raise ConfigError("contexts=() must name at least one; try 512")
     device = "cpu" if card.key == "cpu" else "cuda"
     costs = {f: forecast(config, f, kv_cache_dtype, engine_granularity(f, device)) for f in FORMATS}
-    ceilings = [_ceiling(card, f, costs[f], batch, c, max(contexts)) for f in FORMATS for c in contexts]
+    flops = costs["bf16"].weight_bytes(1)  # per token: 2 bytes a weight there, and 2 operations a weight everywhere
+    ceilings = [_ceiling(card, f, costs[f], flops, batch, c, max(contexts)) for f in FORMATS for c in contexts]
 
     def best(streams: int) -> float:
-        return _ceiling(card, need_format, costs[need_format], streams, contexts[0], contexts[0]).tok_s
+        return _ceiling(card, need_format, costs[need_format], flops, streams, contexts[0], contexts[0]).tok_s
 
     needs = [Need(n, n / best(1), n / best(LADDER_STREAMS)) for n in LADDER]
     alarms = [
@@ -143,10 +144,11 @@ def report(
     )  # fmt: skip
 
 
-def _ceiling(card: Card, weight_format: str, cost: StepCost, batch: int, context: int, longest: int) -> Ceiling:
+def _ceiling(
+    card: Card, weight_format: str, cost: StepCost, flops: int, batch: int, context: int, longest: int
+) -> Ceiling:
     step_bytes = cost.step_bytes(batch, batch * context)
     memory_tok_s = batch * card.read_bytes_s / step_bytes
-    flops = 2 * _active_weights(cost, weight_format)  # per token: a multiplication and an addition per weight
     rate = card.tensor_tflops.get(weight_format) or card.tensor_tflops.get("bf16")
     compute_tok_s = rate * 1e12 / flops if rate else float("inf")
     return Ceiling(
@@ -158,12 +160,6 @@ def _ceiling(card: Card, weight_format: str, cost: StepCost, batch: int, context
         tok_s=min(memory_tok_s, compute_tok_s),
         bound="memory" if memory_tok_s <= compute_tok_s else "arithmetic",
     )
-
-
-def _active_weights(cost: StepCost, weight_format: str) -> float:
-    """Weights that one token is multiplied by, from their bytes."""
-    bytes_each = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0625, "int4": 0.516}[weight_format]
-    return cost.weight_bytes(1) / bytes_each
 
 
 def _projections(model: str, card: Card, costs: dict[str, StepCost], batch: int, context: int) -> list[Projection]:
