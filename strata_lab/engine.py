@@ -20,7 +20,7 @@ from strata_lab.apply import ApplyReport, Fallback, FieldResult, Status
 from strata_lab.build import Builder, changed_fields
 from strata_lab.config import DEFAULT_MODEL, EngineConfig, Optimizations, engine_config, toggles
 from strata_lab.engine_loop import EngineClosedError, EngineLoop
-from strata_lab.events import EventLog, ProgressEvent, StepEvent, TokenEvent
+from strata_lab.events import EventLog, ProgressEvent, StateEvent, StepEvent, TokenEvent
 from strata_lab.explain import explain
 from strata_lab.kernels import bind
 from strata_lab.prompt_embeds import checked, placeholder_ids
@@ -121,6 +121,10 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """Counters and memory, as of now."""
         return self._loop.stats()
+
+    def snapshot(self) -> StateEvent:
+        """Where every unfinished request is, and whose the blocks are; microseconds per request."""
+        return self._loop.snapshot()
 
     # -- requests -----------------------------------------------------------------------------------------------
 

@@ -14,13 +14,14 @@ from concurrent.futures import Future
 
 from strata_lab.block_manager import BlockManager
 from strata_lab.build import Parts, changed_fields
-from strata_lab.events import EventLog, SettingEvent, StepEvent, TokenEvent
+from strata_lab.events import EventLog, SettingEvent, StateEvent, StepEvent, TokenEvent
 from strata_lab.model_config import ModelConfig
 from strata_lab.prefill_lane import PrefillLane
 from strata_lab.runner import StepResult
 from strata_lab.sampler import SampledTokens
 from strata_lab.scheduler import ScheduledBatch, Scheduler
 from strata_lab.session import Session
+from strata_lab.snapshot import snapshot
 from strata_lab.stats import EngineStats, StepAccounts
 from strata_lab.telemetry.governor import Governor
 
@@ -124,6 +125,12 @@ class EngineLoop:
         with self._lock:
             self.check_open()
             return EngineStats.of(self.parts, self.scheduler, self._accounts)
+
+    def snapshot(self) -> StateEvent:
+        """Where every unfinished request is, and whose the blocks are."""
+        with self._lock:
+            self.check_open()
+            return snapshot(self.scheduler)
 
     # -- what a governor steers -----------------------------------------------------------------------------------
 

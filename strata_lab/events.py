@@ -25,6 +25,7 @@ class TokenEvent:
         index: position among the generated tokens, from 0.
         finish_reason: "stop", "length", "abort", "timeout" or "error" on the last event, else None.
         error: what went wrong, when `finish_reason` is "error".
+        drafted: whether a drafter had proposed it.
     """
 
     request_id: str
@@ -33,6 +34,24 @@ class TokenEvent:
     index: int
     finish_reason: str | None = None
     error: str | None = None
+    drafted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a drafter proposed for one request, and what came of it.
+
+    Attributes:
+        request_id: whose text it would go on.
+        index: output position of the first proposed token.
+        token_ids: the proposal.
+        num_accepted: how many of them were taken, from the front.
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    num_accepted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +70,8 @@ class StepEvent:
         kv_blocks_used, kv_blocks_total: pool after the step.
         bytes_moved: weights and KV bytes this step has to read, from shapes (see `telemetry/roofline.py`).
         tokens: the tokens generated in this step.
+        kv_bytes_moved: the part of `bytes_moved` that is keys and values.
+        drafts: proposals that this step has verified.
     """
 
     step: int
@@ -69,6 +90,8 @@ class StepEvent:
     kv_blocks_total: int
     bytes_moved: int
     tokens: tuple[TokenEvent, ...]
+    kv_bytes_moved: int = 0
+    drafts: tuple[Draft, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +202,69 @@ class GovernorEvent:
     advice: str = ""
 
 
-Event = StepEvent | SettingEvent | ProgressEvent | HardwareEvent | GovernorEvent
+REQUEST_STATES = ("waiting", "prefilling", "decoding", "parked", "preempted")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """One unfinished request at one moment.
+
+    Attributes:
+        request_id: its name.
+        state: one of `REQUEST_STATES`: "parked" is set aside with its work kept, "preempted" has lost it.
+        num_prompt_tokens, num_output_tokens: what it was given and what it has made.
+        num_computed_tokens: of both, those that have keys and values in the cache.
+        priority: as it was asked for.
+        num_preemptions: how often it has lost its blocks.
+        num_cached_tokens: of its prompt, what the prefix cache held.
+        blocks: its blocks of the pool, in token order.
+    """
+
+    request_id: str
+    state: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_computed_tokens: int
+    priority: int
+    num_preemptions: int
+    num_cached_tokens: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StateEvent:
+    """All unfinished requests at one moment. Made when somebody asks for it, never by a step.
+
+    Attributes:
+        t_s: `time.perf_counter()`, seconds.
+        requests: those that run, most senior first, then those that wait, next first.
+        num_blocks, block_size: of the pool; tokens of a block.
+        cached: blocks that nobody holds and the prefix cache keeps.
+    """
+
+    t_s: float
+    requests: tuple[RequestView, ...]
+    num_blocks: int
+    block_size: int
+    cached: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SentEvent:
+    """A request was sent from a panel: what its lane is called. Only recordings hold these.
+
+    Attributes:
+        t_s: `time.perf_counter()` when it was sent, seconds.
+        request_id, title, prompt: of its lane.
+    """
+
+    t_s: float
+    request_id: str
+    title: str
+    prompt: str
+
+
+Event = StepEvent | SettingEvent | ProgressEvent | HardwareEvent | GovernorEvent | StateEvent | SentEvent
 
 
 @dataclass

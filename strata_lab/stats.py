@@ -121,6 +121,7 @@ class StepAccounts:
         start, scheduled, ran = times
         blocks = scheduler.blocks
         context = sum(item.start + item.num_tokens for item in batch.items)
+        kv_bytes = context * parts.kv.bytes_per_token
         end = time.perf_counter()
         self.num_steps += 1
         self.num_output_tokens += len(tokens)
@@ -141,6 +142,7 @@ class StepAccounts:
             num_preempted=len(batch.preempted),
             kv_blocks_used=blocks.num_used,
             kv_blocks_total=blocks.num_blocks,
-            bytes_moved=parts.weights.bytes_read(self.config, batch.num_tokens) + context * parts.kv.bytes_per_token,
+            bytes_moved=parts.weights.bytes_read(self.config, batch.num_tokens) + kv_bytes,
             tokens=tokens,
+            kv_bytes_moved=kv_bytes,
         )

@@ -14,12 +14,16 @@ from typing import Any
 
 from strata_lab.apply import ApplyReport, FieldResult
 from strata_lab.config import Optimizations
-from strata_lab.events import EventLog, ProgressEvent, SettingEvent, StepEvent, TokenEvent
+from strata_lab.events import EventLog, ProgressEvent, RequestView, SettingEvent, StateEvent, StepEvent, TokenEvent
 from strata_lab.request import RequestOutput
 from strata_lab.sampling_params import RequestError, SamplingParams
 from strata_lab.settings import ConfigError
 
 WORDS = ("the ", "sky ", "scatters ", "blue ", "light ", "<b>more</b> ", "than ", "red\n")
+
+
+def _encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
+    return [len(word) for word in text.split()]
 
 
 @dataclass
@@ -56,7 +60,8 @@ class FakeEngine:
         self.events = EventLog()
         self.optimizations = Optimizations(weight_format="int8", kv_cache_dtype="fp32", max_model_len=2048)
         self.config = SimpleNamespace(model=self.model, block_size=16)
-        self.tokenizer = SimpleNamespace(chat_template="{{ messages }}")
+        self.model_config = SimpleNamespace(vocab_size=1000)
+        self.tokenizer = SimpleNamespace(chat_template="{{ messages }}", encode=_encode)
         self.device, self.fallbacks, self.closed = "cpu", (), False
         self.requests: dict[str, FakeRequest] = {}
         self._lock = threading.RLock()
@@ -124,6 +129,17 @@ class FakeEngine:
         running = len(self._running())
         return FakeStats(running, 0, 3 * running, num_output_tokens=sum(r.num_tokens for r in self.requests.values()))
 
+    def snapshot(self) -> StateEvent:
+        with self._lock:
+            running = self._running()
+            views = tuple(
+                RequestView(
+                    r.request_id, "decoding", 1, r.num_tokens, r.num_tokens, 0, 0, 0, tuple(range(3 * i, 3 * i + 3))
+                )
+                for i, r in enumerate(running)
+            )
+            return StateEvent(time.perf_counter(), views, 512, 16, ())
+
     # -- the made-up model --------------------------------------------------------------------------------------
 
     def _running(self) -> list[FakeRequest]:
@@ -138,7 +154,7 @@ class FakeEngine:
             running = len(self._running())
             event = StepEvent(
                 self._num_steps, time.perf_counter(), 1.0, 0.1, 0.7, 0.1, 0.1, 0, len(tokens), running, 0, 0,
-                3 * running, 512, 80_000_000, tokens,
+                3 * running, 512, 80_000_000, tokens, 2_000_000,
             )  # fmt: skip
             self._num_steps += 1
             self.events.append(event)

@@ -16,7 +16,23 @@ from typing import Any
 import pytest
 
 import strata_widgets
-from strata_widgets import EngineHeader, PromptBox, RateChart, TogglePanel, TokenStream
+from strata_widgets import (
+    BatchLanes,
+    BlockMap,
+    ClimbChart,
+    DetailBar,
+    DraftLanes,
+    EngineHeader,
+    HardwareStrip,
+    LoadPanel,
+    PromptBox,
+    QualityChart,
+    RateChart,
+    RooflineGauge,
+    StepTimeline,
+    TogglePanel,
+    TokenStream,
+)
 from strata_widgets._base import FLUSHES_PER_S, StrataWidget, load_style, load_view
 from strata_widgets.rate_chart import pack_samples
 
@@ -32,13 +48,28 @@ TOGGLE = {
 }  # fmt: skip
 CHOICE = {**TOGGLE, "name": "weight_format", "kind": "choice", "choices": ["bf16", "int4"], "value": "bf16"}
 NUMBER = {**TOGGLE, "name": "max_num_seqs", "kind": "int", "value": 16, "cost": "rebuild"}
-LANE = {"title": "Stream", "prompt": "", "state": "done", "note": "", "num_tokens": 1, "rate": None}
+TIP = {"label": "l", "value": "v", "unit": "u", "tip": "t"}
+LANE = {"title": "Stream", "prompt": "", "state": "done", "note": "", "num_tokens": 1, "rate": None,
+        "color": 0, "phase": "", "accepted": None}  # fmt: skip
 FILLED = {
     EngineHeader: {"facts": [{"label": "device", "value": "cpu", "tip": "t"}], "notes": ["n"]},
     TogglePanel: {"toggles": [TOGGLE, CHOICE, NUMBER], "enabled": True},
     PromptBox: {"enabled": True},
     RateChart: {"numbers": [{"label": "total", "unit": "tok/s", "line": "total", "tip": "t"}], "values": [1.0]},
     TokenStream: {"lanes": [{**LANE, "id": "a"}, {**LANE, "id": "b"}]},
+    LoadPanel: {"loads": [{**TIP, "name": "A"}]},
+    ClimbChart: {
+        "stages": [{"label": "s", "low": 1, "median": 2, "high": 3, "before": None, "baseline": None, "kept": True}],
+        "claims": [{"label": "start", "detail": "start", "value": 58}],
+    },
+    StepTimeline: {"causes": [{**TIP, "key": "weights"}]},
+    RooflineGauge: {"numbers": [TIP], "values": [1.0], "share": 0.5},
+    DetailBar: {"panels": [{"name": "n", "title": "N", "tip": "t"}], "shown": ["n"]},
+    BlockMap: {"owners": [{"title": "a", "color": 0}], "kinds": [{**TIP, "key": "own", "count": 1}]},
+    BatchLanes: {"totals": [TIP]},
+    DraftLanes: {"numbers": [TIP], "lanes": [{"id": "a", "title": "a", "color": 0, "rounds": []}]},
+    HardwareStrip: {"readings": [{**TIP, "tone": ""}]},
+    QualityChart: {"points": [{"label": "int8", "x": 1.0, "y": 0.1, "best": True, "tip": "t"}]},
 }
 
 

@@ -394,6 +394,14 @@ def test_running_the_cell_again_closes_the_previous_one_of_the_same_name(engine:
     other.retire()
 
 
+def test_an_engine_that_outlives_its_workbench_takes_requests_of_the_next(engine: FakeEngine) -> None:
+    for _ in range(2):
+        bench = Workbench(engine, name="again")
+        assert bench.generate("Hello", max_tokens=3).wait(PATIENCE_S)
+        bench.retire()
+    assert len(engine.requests) == 2, "no request took the name of another"
+
+
 def test_ten_runs_of_the_cell_return_threads_and_memory_to_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_load_engine", lambda *_: FakeEngine())
     kept: list[weakref.ref[Any]] = []
@@ -414,11 +422,11 @@ def test_ten_runs_of_the_cell_return_threads_and_memory_to_the_baseline(monkeypa
     for _ in range(10):
         run_cell()
     session._open["again"].retire()
+    eventually(lambda: threading.active_count() <= threads)
+    eventually(lambda: gc.collect() >= 0 and all(ref() is None for ref in kept), "nothing refers to closed benches")
     gc.collect()
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    eventually(lambda: threading.active_count() <= threads)
-    eventually(lambda: gc.collect() >= 0 and all(ref() is None for ref in kept), "nothing refers to closed benches")
     assert grown < 300_000, f"{grown} bytes stay"
 
 

@@ -64,6 +64,16 @@ def ceiling(device: str = "cpu", working_set_bytes: int | None = None, *, fresh:
     return max(found, key=lambda b: b.bytes_s)
 
 
+def known_ceiling(device: str = "cpu", working_set_bytes: int | None = None) -> Bandwidth | None:
+    """What `ceiling` would answer without measuring anything; None where it would have to measure."""
+    known = _load(device)
+    large, small = _buffer_sizes(device, working_set_bytes)
+    keys = [f"memory:{large}"] + ([f"cache:{small}"] if small else [])
+    if any(key not in known for key in keys):
+        return None
+    return max((known[key] for key in keys), key=lambda b: b.bytes_s)
+
+
 def _buffer_sizes(device: str, working_set_bytes: int | None) -> tuple[int, int]:
     """Bytes of the main-memory buffer, and of the cached one (0 where the working set is no candidate)."""
     if device.startswith("cuda"):

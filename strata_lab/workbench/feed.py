@@ -12,13 +12,19 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from strata_lab.events import ProgressEvent, SettingEvent, StepEvent
+from strata_lab.events import Event, ProgressEvent, SentEvent, SettingEvent, StateEvent, StepEvent
+from strata_lab.telemetry import bandwidth
+from strata_lab.workbench.causes import Ceiling
+from strata_lab.workbench.details import Context
+from strata_lab.workbench.ladder import Ladder
 from strata_lab.workbench.lanes import Lane, Lanes
-from strata_lab.workbench.meter import RateMeter, Sample
+from strata_lab.workbench.meter import WINDOW_S, RateMeter, Sample
 from strata_lab.workbench.panels import Panels, facts, marker_label, toggle_data, values
+from strata_lab.workbench.recording import Recorder, Replay
 from strata_widgets.rate_chart import pack_samples
 
 PERIOD_S = 0.1
+STATE_EVERY_S = 0.25  # between two pictures of all requests
 KEPT_S = 60.0  # what the chart shows
 MAX_MARKERS = 50
 SNAPSHOT_EVERY_S = 2.0  # how long a view that opened late may lack text
@@ -29,17 +35,30 @@ class Feed:
     """One engine's events on one set of widgets.
 
     Args:
-        engine: an `LLMEngine`, or anything with its `events`, `stats`, `output`, `optimizations` and `explain`.
+        engine: an `LLMEngine`, or anything with its `events`, `stats`, `snapshot`, `output`, `optimizations` and
+            `explain`.
         panels: where to push.
+
+    Attributes:
+        rebuilding: whether a change that rebuilds is going on.
+        context: what the panels of details share.
+        recorder: where everything is written too, if anywhere.
     """
 
     def __init__(self, engine: Any, panels: Panels) -> None:
         self.engine, self.panels = engine, panels
         self.rebuilding = False
+        self.context = Context(engine, panels.names)
+        self.recorder: Recorder | None = None
         self._origin_s = time.perf_counter()
         self._cursor = engine.events.cursor
         self._lock = threading.Lock()  # lanes and meter: the pump and `open` touch them
-        self._lanes, self._meter = Lanes(), RateMeter()
+        self._lanes, self._meter, self._ladder = Lanes(panels.names), RateMeter(), Ladder()
+        self._ladder.set(engine.optimizations.as_dict(), "start", self._origin_s)
+        self._ceiling_for = -1  # bytes of a step that `context.ceiling` is the bandwidth for
+        self._given_ladder = False  # records are shown, not what is toggled
+        self._state_due_s = 0.0
+        self._prompts_until_s = 0.0  # samples up to here cover prompt tokens
         self._samples: deque[Sample] = deque()
         self._markers: deque[dict[str, Any]] = deque(maxlen=MAX_MARKERS)
         self._step: Any = engine.stats()
@@ -69,6 +88,41 @@ class Feed:
             send()
             self._lanes.open(lanes)
             self._quiet = False
+            if self.recorder is not None:
+                for lane in lanes:
+                    self.recorder.write(SentEvent(lane.sent_s or 0.0, lane.request_id, lane.title, lane.prompt))
+
+    def mark(self, label: str) -> None:
+        """Put a marker on the chart, now."""
+        with self._lock:
+            self._markers.append({"t": time.perf_counter() - self._origin_s, "label": label})
+
+    def record(self, recorder: Recorder) -> Recorder:
+        """Write everything there too; raises `RuntimeError` while another recorder runs."""
+        with self._lock:
+            if self.recorder is not None and not self.recorder.stopped:
+                recorder.stop()
+                raise RuntimeError(f"{self.recorder.path} is being recorded; stop it before another begins")
+            self.recorder = recorder
+        return recorder
+
+    def ceiling_measured(self) -> None:
+        """The bandwidth was measured just now."""
+        self._ceiling_for = -1
+        self.show_settings()
+
+    def show_ladder(self, data: dict[str, Any]) -> None:
+        """Show a climb that was measured before, in place of what is toggled."""
+        with self._lock:
+            self._given_ladder = True
+        self.panels.climb.push(**data, can_restart=True)
+
+    def restart_ladder(self) -> None:
+        """Begin the live climb anew."""
+        with self._lock:
+            self._given_ladder = False
+            self._ladder.restart()
+            self.panels.climb.push(**self._ladder.data(), can_restart=True)
 
     def unfinished(self) -> list[Lane]:
         """Requests on screen that have not ended."""
@@ -87,6 +141,9 @@ class Feed:
         if self._lost:
             notes.append(f"{self._lost} events were dropped before they were read; speeds of that time are too low")
         self.panels.header.push(facts=facts(str(self.engine.device), settings, stats), notes=notes)
+        if stats.bytes_per_step != self._ceiling_for:  # looking it up reads files
+            self._ceiling_for = stats.bytes_per_step
+            self.context.ceiling = ceiling_of(self.engine, stats.bytes_per_step)
 
     def _run(self) -> None:
         while not self._stop.wait(PERIOD_S):
@@ -103,7 +160,9 @@ class Feed:
         events, self._cursor, lost = self.engine.events.since(self._cursor)
         now_s = time.perf_counter()
         with self._lock:
-            changed = [event for event in events if self._take(event)]
+            state = self._picture(now_s, bool(events))
+            taken = events if state is None else [*events, state]
+            changed = [event for event in taken if self._take(event)]
             if drop_task:
                 self._task, self._fraction = "", -1.0
             if not events and not self._quiet:
@@ -114,23 +173,52 @@ class Feed:
             if quiet:
                 self._meter.idle()
             sample = self._meter.sample(now_s)
+            if (
+                sample is not None
+                and self._ladder.feed(sample, now_s < self._prompts_until_s)
+                and not self._given_ladder
+            ):
+                self.panels.climb.push(**self._ladder.data(), can_restart=True)
+            self.context.idle = not busy
             if not (quiet and self._quiet):
                 self._push(now_s, sample, last=quiet)
             self._quiet = quiet
+            self.panels.details.push(self.context, now_s)
         if lost or changed:
             self._lost += lost
             self.show_settings()
         self._push_state(busy)
 
-    def _take(self, event: Any) -> bool:
+    def _picture(self, now_s: float, has_news: bool) -> StateEvent | None:
+        """A picture of all requests where one is due: not more often than it can be looked at."""
+        if now_s < self._state_due_s or not (has_news or not self._quiet or self.panels.details.wants_state):
+            return None
+        self._state_due_s = now_s + STATE_EVERY_S
+        state: StateEvent | None = self.engine.snapshot()
+        return state
+
+    def _take(self, event: Event) -> bool:
         """Take in one event; whether settings changed."""
+        self.panels.details.take(event)
+        if self.recorder is not None:
+            self.recorder.write(event)
         if isinstance(event, StepEvent):
             self._step = event
+            if event.num_prefill_tokens:
+                self._prompts_until_s = event.t_s + WINDOW_S
+            for draft in event.drafts:
+                self._lanes.feed_draft(draft)
             self._meter.feed(event)
             for token in event.tokens:
                 self._lanes.feed(token, event.t_s)
         elif isinstance(event, SettingEvent):
-            self._markers.append({"t": event.t_s - self._origin_s, "label": marker_label(event.changes)})
+            label = marker_label(event.changes)
+            self._markers.append({"t": event.t_s - self._origin_s, "label": label})
+            self._ladder.set(self.engine.optimizations.as_dict(), label, event.t_s)
+        elif isinstance(event, StateEvent):
+            self._lanes.feed_state(event)
+        elif isinstance(event, SentEvent):
+            self._lanes.open([Lane(event.request_id, event.title, event.prompt, event.t_s)], replaces=False)
         elif isinstance(event, ProgressEvent):
             done = event.fraction >= 1.0
             self._task, self._fraction = ("", -1.0) if done else (event.task, event.fraction)
@@ -159,7 +247,7 @@ class Feed:
         }
         news: list[Sample] = [] if sample is None else [sample]
         self._samples.extend(news)
-        text: dict[str, Any] = {"lanes": [lane.as_dict(self._meter.stream(lane.request_id)) for lane in lanes]}
+        text: dict[str, Any] = {"lanes": self._lanes.data(self._meter.stream)}
         pieces = self._lanes.pieces()
         if last or now_s >= self._snapshot_due_s:
             self._snapshot_due_s = now_s + SNAPSHOT_EVERY_S
@@ -177,4 +265,14 @@ class Feed:
     def _push_state(self, busy: bool) -> None:
         state = "rebuilding" if self.rebuilding else "generating" if busy else "ready"
         self.panels.header.push(state=state, task=self._task, fraction=self._fraction, problem="")
-        self.panels.prompt.push(num_unfinished=len(self._lanes.unfinished()))
+        num_unfinished = len(self._lanes.unfinished())
+        self.panels.prompt.push(num_unfinished=num_unfinished)
+        self.panels.loads.push(num_unfinished=num_unfinished)
+
+
+def ceiling_of(engine: Any, step_bytes: int) -> Ceiling:
+    """The bandwidth measured on the engine's device for steps of that size; unknown where it was never measured."""
+    if isinstance(engine, Replay):
+        return engine.ceiling
+    known = bandwidth.known_ceiling(str(engine.device), step_bytes)
+    return Ceiling() if known is None else Ceiling(known.bytes_s, known.level, known.reader)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from strata_lab.events import TokenEvent
+from strata_lab.events import Draft, StateEvent, TokenEvent
 from strata_lab.request import RequestOutput
+from strata_lab.workbench.names import Names
 
 MAX_LANES = 16
 SNAPSHOT_CHARS = 20_000  # what the page keeps of one lane
@@ -36,6 +38,9 @@ class Lane:
         first_s, last_s: times of its first and its last token.
         finish_reason: "stop", "length", "abort", "timeout" or "error"; None while it runs.
         error: what went wrong, for "error".
+        phase: one of `REQUEST_STATES`, as the engine last said; empty before that.
+        num_proposed, num_drafted: tokens that a drafter proposed, and those of the text that were among them.
+        drafted: characters `[start, end)` of the text that were proposed, those not given out yet.
     """
 
     request_id: str
@@ -48,6 +53,10 @@ class Lane:
     last_s: float | None = None
     finish_reason: str | None = None
     error: str | None = None
+    phase: str = ""
+    num_proposed: int = 0
+    num_drafted: int = 0
+    drafted: list[tuple[int, int]] = field(default_factory=list, repr=False)
     done: threading.Event = field(default_factory=threading.Event, repr=False)
     pushed_chars: int = 0
     has_gap: bool = False  # events were dropped before they were read
@@ -59,6 +68,9 @@ class Lane:
             self.num_tokens = token.index + 1
             self.first_s = t_s if self.first_s is None else self.first_s
             self.last_s = t_s
+        if token.drafted:
+            self.num_drafted += 1
+            self.drafted.append((len(self.text), len(self.text) + len(token.text)))
         self.text += token.text
         if token.finish_reason is not None:
             self.end(token.finish_reason, token.error)
@@ -89,14 +101,22 @@ class Lane:
             return None
         return (self.num_tokens - 1) / (self.last_s - self.first_s)
 
-    def as_dict(self, speed: float | None) -> dict[str, Any]:
-        """What the widget shows; `speed` is the tok/s of this moment."""
+    @property
+    def accepted(self) -> float | None:
+        """Share of the proposed tokens that were taken; None without proposals."""
+        return self.num_drafted / self.num_proposed if self.num_proposed else None
+
+    def as_dict(self, speed: float | None, color: int) -> dict[str, Any]:
+        """What the widget shows; `speed` is the tok/s of this moment, `color` 0 to 7."""
         ended = self.finish_reason is not None
         note = "" if self.finish_reason is None else _ENDINGS.get(self.finish_reason, self.finish_reason)
         return {
             "id": self.request_id,
             "title": self.title,
             "prompt": self.prompt,
+            "color": color,
+            "phase": "" if ended else self.phase or "waiting",
+            "accepted": self.accepted,
             "state": "done" if ended else "generating" if self.num_tokens else "waiting",
             "note": f"{note}: {self.error}" if self.error else note,
             "num_tokens": self.num_tokens,
@@ -107,13 +127,35 @@ class Lane:
 class Lanes:
     """The lanes on screen, newest batch first. Not thread-safe: its owner holds a lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Names) -> None:
         self.shown: list[Lane] = []
+        self._names = names
         self._by_id: dict[str, Lane] = {}
 
-    def open(self, lanes: list[Lane]) -> None:
-        """Show new lanes; those that have ended make room, those that run stay."""
-        self._set([*lanes, *self.unfinished()])
+    def open(self, lanes: list[Lane], replaces: bool = True) -> None:
+        """Show new lanes; those that have ended make room (if it `replaces` them), those that run stay."""
+        for lane in lanes:
+            self._names.give(lane.request_id, lane.title)
+        running = self.unfinished()
+        others = running if replaces or not running else self.shown
+        self._set([*lanes, *others] if replaces else [*others, *lanes])
+
+    def feed_state(self, state: StateEvent) -> None:
+        """Take over the phases of a picture of all requests."""
+        for view in state.requests:
+            lane = self._by_id.get(view.request_id)
+            if lane is not None:
+                lane.phase = view.state
+
+    def feed_draft(self, draft: Draft) -> None:
+        """Count a proposal."""
+        lane = self._by_id.get(draft.request_id)
+        if lane is not None:
+            lane.num_proposed += len(draft.token_ids)
+
+    def data(self, speed: Callable[[str], float | None]) -> list[dict[str, Any]]:
+        """The lanes as the widget takes them; `speed` tells a request's tok/s."""
+        return [lane.as_dict(speed(lane.request_id), self._names.color(lane.request_id)) for lane in self.shown]
 
     def feed(self, token: TokenEvent, t_s: float) -> None:
         """Take in a token; a request that was not made here gets a lane if there is room."""
@@ -125,6 +167,7 @@ class Lanes:
             if len(others) < len(self.shown):
                 self._set(others)
             lane = Lane(token.request_id, f"Stream {len(self.shown) + 1}")
+            self._names.give(lane.request_id, lane.title)
             self._set([*self.shown, lane])
         lane.add(token, t_s)
 
@@ -138,7 +181,8 @@ class Lanes:
         for lane in self.shown:
             start, lane.pushed_chars = lane.pushed_chars, len(lane.text)
             if start < lane.pushed_chars:
-                piece = {"start": start, "end": lane.pushed_chars, "text": lane.text[start:]}
+                drafted, lane.drafted = lane.drafted, []
+                piece = {"start": start, "end": lane.pushed_chars, "text": lane.text[start:], "drafted": drafted}
                 pieces.append({"id": lane.request_id, **piece})
         return pieces
 

@@ -13,8 +13,23 @@ import ipywidgets
 from strata_lab.apply import ApplyReport, FieldResult
 from strata_lab.config import toggles
 from strata_lab.settings import Toggle
+from strata_lab.workbench.details import CausesDetail, Detail, Details, HardwareDetail, PoolDetail
+from strata_lab.workbench.drafts import DraftsDetail
+from strata_lab.workbench.frontier import QualityDetail
+from strata_lab.workbench.ladder import CLAIMS, CLAIMS_NOTE
+from strata_lab.workbench.loads import load_data
 from strata_lab.workbench.meter import STREAM_FORMULA, TOTAL_FORMULA, Sample
-from strata_widgets import EngineHeader, PromptBox, RateChart, TogglePanel, TokenStream
+from strata_lab.workbench.names import Names
+from strata_widgets import (
+    ClimbChart,
+    DetailBar,
+    EngineHeader,
+    LoadPanel,
+    PromptBox,
+    RateChart,
+    TogglePanel,
+    TokenStream,
+)
 
 DEFAULT_PROMPT = "Explain in a few sentences why the sky is blue."
 _NUMBERS = (  # label, unit, line of the chart, formula
@@ -28,21 +43,54 @@ NUMBERS = [dict(zip(("label", "unit", "line", "tip"), row, strict=True)) for row
 
 
 class Panels:
-    """The five widgets and the box that arranges them.
+    """The widgets and the box that arranges them.
 
     Args:
         model: the name to show.
+
+    Attributes:
+        header, toggles, prompt, loads, climb, chart, stream: always on the page.
+        details_bar, details: which panels of details are open.
+        causes: the panel that is open at first.
+        names: of requests, for all panels.
+        all: every widget, open or not.
+        box: the page.
     """
 
     def __init__(self, model: str) -> None:
+        self.names = Names()
         self.header = EngineHeader(model=model, task="starting")
         self.toggles = TogglePanel(toggles=toggle_data({}, {}))
         self.prompt = PromptBox(prompt=DEFAULT_PROMPT)
+        self.loads = LoadPanel(loads=load_data())
+        self.climb = ClimbChart(claims=CLAIMS, claims_note=CLAIMS_NOTE)
         self.chart = RateChart(numbers=NUMBERS, values=[None] * len(NUMBERS))
         self.stream = TokenStream()
-        self.all = (self.header, self.toggles, self.prompt, self.chart, self.stream)
-        self.box = ipywidgets.Box(self.all)
+        self.causes = CausesDetail()
+        details: list[Detail] = [self.causes, PoolDetail(), DraftsDetail(), HardwareDetail(), QualityDetail()]
+        self.details_bar = DetailBar(panels=[{"name": d.name, "title": d.title, "tip": d.tip} for d in details])
+        self._drawers = {detail.name: _drawer(detail) for detail in details}
+        self._open_drawers = ipywidgets.Box()
+        self._open_drawers.add_class("strata-details")
+        self.details = Details(details, self._show)
+        shown = (
+            self.header,
+            self.toggles,
+            self.prompt,
+            self.loads,
+            self.climb,
+            self.chart,
+            self.stream,
+            self.details_bar,
+        )
+        self.all = (*shown, *(widget for detail in details for widget in detail.widgets))
+        self.box = ipywidgets.Box((*shown, self._open_drawers))
         self.box.add_class("strata-workbench")
+        self.details.set_open(self.causes.name, True)
+
+    def _show(self, details: list[Detail]) -> None:
+        self._open_drawers.children = [self._drawers[detail.name] for detail in details]
+        self.details_bar.push(shown=[detail.name for detail in details])
 
     def flush(self) -> None:
         """Send what is waiting, now."""
@@ -51,8 +99,16 @@ class Panels:
 
     def close(self) -> None:
         """Remove the widgets from every page."""
-        for widget in (*self.all, self.box.layout, self.box):
+        boxes = (*self._drawers.values(), self._open_drawers, self.box)
+        for widget in (*self.all, *(box.layout for box in boxes), *boxes):
             widget.close()
+
+
+def _drawer(detail: Detail) -> Any:
+    box = ipywidgets.Box(detail.widgets)
+    box.add_class("strata-drawer")
+    box.add_class(f"strata-drawer-{detail.name}")
+    return box
 
 
 def toggle_data(values: Mapping[str, Any], effects: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -8,23 +8,26 @@ only; no figure is made here.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from strata_lab.apply import ApplyReport
-from strata_lab.config import DEFAULT_MODEL, engine_config, toggles
+from strata_lab.config import DEFAULT_MODEL, engine_config
 from strata_lab.sampling_params import RequestError, SamplingParams
+from strata_lab.telemetry import bandwidth
+from strata_lab.workbench.changes import SettingChanges
 from strata_lab.workbench.feed import Feed
+from strata_lab.workbench.ladder import stages_of
 from strata_lab.workbench.lanes import MAX_LANES, Lane, Run
-from strata_lab.workbench.panels import Panels, answer_text
+from strata_lab.workbench.loads import label, load_requests, send
+from strata_lab.workbench.panels import Panels
+from strata_lab.workbench.recording import Recorder, Replay
 
 _open: dict[str, Workbench] = {}  # by name: re-running a cell replaces its workbench
+_batches = itertools.count(1)  # of all workbenches: an engine may outlive one and meet the next
 _loading = threading.Lock()  # one model is read at a time, so that impatient re-runs do not pile up
 
 
@@ -34,8 +37,8 @@ def _load_engine(model: str, options: dict[str, Any], on_progress: Callable[[str
     return LLMEngine(model, on_progress=on_progress, **options)
 
 
-class Workbench:
-    """A panel for an engine: toggles, prompt, streamed text, live speed.
+class Workbench(SettingChanges):
+    """A page for an engine: toggles, prompt, streamed text, live speed, the climb, and panels that say why.
 
     Args:
         engine_or_model: a running `LLMEngine`, which stays yours, or what `LLMEngine` takes as a model; it is then
@@ -59,22 +62,21 @@ class Workbench:
             previous.retire()
         self.name = name
         self.model = str(engine_or_model) if given is None else given.config.model
-        self.panels = Panels(self.model)
-        self._engine: Any = None
-        self._owns_engine = given is None
-        self._feed: Feed | None = None
+        super().__init__(Panels(self.model))
+        self._owns_engine = given is None or isinstance(given, Replay)
         self._problem: BaseException | None = None
         self._ready = threading.Event()
-        self._lock = threading.RLock()
-        self._closed = False
-        self._busy: dict[str, Any] = {}
-        self._answers: dict[str, dict[str, Any]] = {}
-        self._count = itertools.count(1)
         self._requests = ThreadPoolExecutor(1, "strata-requests")  # add and abort
-        self._settings = ThreadPoolExecutor(1, "strata-settings")  # apply, which can take long
-        self.panels.toggles.on_change_asked(self._change_asked)
-        self.panels.prompt.on_generate(lambda fields: self._queue(self._requests, self._generate_asked, fields))
-        self.panels.prompt.on_stop(lambda: self._queue(self._requests, self.stop))
+        panels = self.panels
+        panels.prompt.on_generate(lambda fields: self._queue(self._requests, self._generate_asked, fields))
+        panels.prompt.on_stop(lambda: self._queue(self._requests, self.stop))
+        panels.loads.on_load(lambda name: self._queue(self._requests, self._load_asked, name))
+        panels.loads.on_stop(lambda: self._queue(self._requests, self.stop))
+        panels.details_bar.on_open_asked(
+            lambda name, is_open: self._queue(self._requests, self._open_asked, name, is_open)
+        )
+        panels.climb.on_restart(lambda: self._queue(self._requests, self.restart_climb))
+        panels.causes.gauge.on_measure(lambda: self._queue(self._settings, self.measure_bandwidth))
         _open[name] = self
         if given is None:
             loader = threading.Thread(
@@ -134,9 +136,11 @@ class Workbench:
             self._engine = engine
             self._feed = Feed(engine, self.panels)
             can_chat = bool(getattr(engine.tokenizer, "chat_template", None))
-            self.panels.header.push(state="ready", task="", fraction=-1.0)
-            self.panels.toggles.push(enabled=True)
-            self.panels.prompt.push(enabled=True, can_chat=can_chat)
+            enabled = not isinstance(engine, Replay)
+            self.panels.header.push(state="ready", task="", fraction=-1.0, badge="" if enabled else engine.badge)
+            self.panels.toggles.push(enabled=enabled)
+            self.panels.prompt.push(enabled=enabled, can_chat=can_chat)
+            self.panels.loads.push(enabled=enabled)
             self._feed.start()
             self._ready.set()
 
@@ -154,6 +158,8 @@ class Workbench:
                 engine.abort(lane.request_id)
                 lane.end("abort")
             feed.stop()
+            if feed.recorder is not None:
+                feed.recorder.stop()
             if self._owns_engine:
                 engine.close()
         for workers in (self._requests, self._settings):
@@ -162,6 +168,7 @@ class Workbench:
         self._ready.set()
         self.panels.toggles.push(enabled=False, busy={})
         self.panels.prompt.push(enabled=False, num_unfinished=0)
+        self.panels.loads.push(enabled=False, num_unfinished=0)
         self.panels.header.push(state="closed", task="", fraction=-1.0)
         self.panels.flush()
 
@@ -203,9 +210,28 @@ class Workbench:
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
         use_chat = chat and bool(getattr(engine.tokenizer, "chat_template", None))
         message = [{"role": "user", "content": prompt}] if use_chat else prompt
-        batch = f"wb{next(self._count)}"
+        batch = f"wb{next(_batches)}"
         lanes = [Lane(f"{self.name}-{batch}-{i + 1}", f"Stream {i + 1}", prompt) for i in range(num_streams)]
-        feed.open(lanes, lambda: _send(engine, message, params, lanes))
+        feed.open(lanes, lambda: send(engine, [(message, params, lane) for lane in lanes]))
+        return Run(lanes)
+
+    def load(self, name: str) -> Run:
+        """Send a load, as its button does: "A", "B" or "C" for an article's workload, "long" or "users".
+
+        Raises:
+            ValueError: there is no load of that name.
+            RequestError: the engine cannot serve it; nothing of it is left running.
+        """
+        engine, feed = self._live()
+        requests = load_requests(name, engine)
+        batch = f"load{next(_batches)}"
+        lanes = [
+            Lane(f"{self.name}-{batch}-{i + 1}", r.title, f"{len(r.prompt)} tokens of text")
+            for i, r in enumerate(requests)
+        ]
+        sent = list(zip([r.prompt for r in requests], [r.params for r in requests], lanes, strict=True))
+        feed.open(lanes, lambda: send(engine, sent))
+        feed.mark(label(name))
         return Run(lanes)
 
     def stop(self) -> None:
@@ -224,55 +250,80 @@ class Workbench:
             answer = {"ok": False, "text": str(error) or type(error).__name__}
         self.panels.prompt.push(answer={"number": next(self._count), **answer})
 
-    # -- settings -----------------------------------------------------------------------------------------------
-
-    def apply(self, **changes: Any) -> ApplyReport:
-        """Change toggles as the panel does, and wait for the answer."""
-        self.wait_ready()
-        with self._lock:
-            self._busy.update(changes)
-            self.panels.toggles.push(busy=dict(self._busy))
-        report: ApplyReport = self._settings.submit(self._change, changes).result()
-        return report
-
-    def _change_asked(self, name: str, value: Any) -> None:
-        with self._lock:
-            if name in self._busy or self._closed:
-                return  # the panel shows what it is busy with
-            self._busy[name] = value
-            self.panels.toggles.push(busy=dict(self._busy))
-        self._queue(self._settings, self._change, {name: value})
-
-    def _change(self, changes: dict[str, Any]) -> ApplyReport:
-        feed, engine = self._feed, self._engine
+    def _load_asked(self, name: str) -> None:
         try:
-            if feed is None or engine is None:
-                raise RuntimeError("there is no engine, it is loading or closed")
-            feed.rebuilding = any(toggle.cost == "rebuild" and toggle.name in changes for toggle in toggles())
-            report: ApplyReport = engine.apply(**changes)
-        except Exception as error:  # shown in the panel, and raised to whoever waits
-            text = f"Failed, nothing was changed. {type(error).__name__}: {error}"
-            self._answer(dict.fromkeys(changes, ("refused", text)))
-            raise
+            run = self.load(name)
+            answer = {"ok": True, "text": f"{label(name)}: {len(run.lanes)} request{'s' * (len(run.lanes) > 1)} sent"}
+        except Exception as error:  # in words, in the panel
+            answer = {"ok": False, "text": str(error) or type(error).__name__}
+        self.panels.loads.push(answer={"number": next(self._count), **answer})
+
+    # -- panels -------------------------------------------------------------------------------------------------
+
+    def open(self, *names: str) -> None:
+        """Open panels of details: "causes", "blocks", "hardware", ... (`wb.panels.details.all`).
+
+        Raises:
+            ValueError: there is none of that name.
+        """
+        for name in names:
+            self.panels.details.set_open(name, True)
+
+    def fold(self, *names: str) -> None:
+        """Close panels of details; all without a name. A closed one gets no data and costs nothing."""
+        for name in names or self.panels.details.open_names:
+            self.panels.details.set_open(name, False)
+
+    def _open_asked(self, name: str, is_open: bool) -> None:
+        if name in self.panels.details.all:
+            self.panels.details.set_open(name, is_open)
+
+    def show_climb(self, records: Any) -> None:
+        """Show a measured climb in place of the live one: records of `strata climb`, or the path of their file.
+
+        Raises:
+            ValueError: there is no stage of a single stream in them.
+        """
+        self._live()[1].show_ladder(stages_of(records))
+
+    def restart_climb(self) -> None:
+        """Begin the live climb anew; the present setting is its first column."""
+        feed = self._feed
+        if feed is not None:
+            feed.restart_ladder()
+
+    def measure_bandwidth(self) -> None:
+        """Measure how fast this machine reads memory, about ten seconds, and keep it. Nothing should run meanwhile."""
+        engine, feed = self._live()
+        feed.context.measuring = True
+        try:
+            bandwidth.ceiling(str(engine.device), engine.stats().bytes_per_step)
         finally:
-            if feed is not None:
-                feed.change_ended()
-        self._answer({name: (result.status, answer_text(result, report)) for name, result in report.results.items()})
-        return report
+            feed.context.measuring = False
+            feed.ceiling_measured()
 
-    def _answer(self, answers: dict[str, tuple[str, str]]) -> None:
-        with self._lock:
-            for name, (status, text) in answers.items():
-                self._busy.pop(name, None)
-                self._answers[name] = {"status": status, "text": text, "number": next(self._count)}
-            if self._feed is not None:
-                with contextlib.suppress(RuntimeError):  # closed meanwhile: the last values stay
-                    self._feed.show_settings()
-            self.panels.toggles.push(busy=dict(self._busy), answers=dict(self._answers))
+    # -- recordings ---------------------------------------------------------------------------------------------
 
-    def _queue(self, workers: ThreadPoolExecutor, work: Callable[..., Any], *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # closed between the click and now: the panel says so
-            workers.submit(work, *arguments)
+    def record(self, path: str | Path) -> Recorder:
+        """Write everything that happens from now on to a file, until the recorder's `stop`, or `close`.
+
+        Use it in a `with` statement, or call `stop()`. `Workbench.replay(path)` shows it again.
+
+        Raises:
+            RuntimeError: a recording is going on.
+            OSError: the file cannot be written.
+        """
+        engine, feed = self._live()
+        return feed.record(Recorder(path, engine, self.model, feed.context.ceiling))
+
+    @classmethod
+    def replay(cls, path: str | Path, *, name: str = "replay") -> Workbench:
+        """Show a recording without an engine, at the pace at which it was made; the header says what it is.
+
+        Raises:
+            ValueError: the file is no recording, or of another version.
+        """
+        return cls(Replay(path), name=name)
 
     # -- display ------------------------------------------------------------------------------------------------
 
@@ -282,18 +333,6 @@ class Workbench:
 
     def __repr__(self) -> str:
         return f"Workbench({self.model!r})"
-
-
-def _send(engine: Any, message: Any, params: SamplingParams, lanes: list[Lane]) -> None:
-    """Queue one request per lane; when one cannot be served, none is left running."""
-    for i, lane in enumerate(lanes):
-        lane.sent_s = time.perf_counter()
-        try:
-            engine.add_request(message, params, request_id=lane.request_id)
-        except Exception:
-            for sent in lanes[:i]:
-                engine.abort(sent.request_id)
-            raise
 
 
 @atexit.register

@@ -17,7 +17,7 @@ import nbformat
 
 from tests.browser.lab_page import LabPage, lab_page, why_no_browser
 
-WIDTH, HEIGHT = 1320, 1000
+WIDTH, HEIGHT = 1320, 1610
 CELL = 'from strata_lab.workbench import Workbench\n\nwb = Workbench("{model}")\nwb'
 PROMPT = "Write a long story about a lighthouse keeper who finds a map in a bottle."
 PLAIN = 'cuda_graph=False, fused_kernels=False, weight_format="bf16"'
@@ -36,9 +36,11 @@ def take(lab: LabPage, path: Path, theme: str) -> None:
     page.locator(".strata-engine-header [data-state=ready]").wait_for(timeout=LOADING_S * 1e3)
     assert lab.ask(f"assert wb.apply({PLAIN}).ok") == ""
     time.sleep(21)  # the change to plain settings leaves the chart
+    lab.ask("wb.restart_climb()")
     page.get_by_label("Prompt", exact=True).fill(PROMPT)
     page.get_by_label("streams", exact=True).fill(str(NUM_STREAMS))
     page.get_by_label("max tokens", exact=True).fill(str(MAX_TOKENS))
+    page.get_by_label("chat template").uncheck()  # a bare text goes on for longer than an answer
     page.get_by_role("button", name="Generate").click()
     page.locator(".large[data-state=generating] .text").wait_for(timeout=LOADING_S * 1e3)
     time.sleep(STRETCH_S)

@@ -59,7 +59,7 @@ class Panel:
 
     def stop(self) -> None:
         """Press Stop, which does nothing where the text has just ended by itself."""
-        self.root.get_by_role("button", name="Stop").evaluate("button => button.click()")
+        self.root.get_by_role("button", name="Stop", exact=True).evaluate("button => button.click()")
         self.root.locator("[data-state=ready]").wait_for(timeout=PATIENCE_MS)
 
     def wait_checked(self, name: str, checked: bool) -> None:
@@ -135,19 +135,19 @@ def test_the_panel_works_by_keyboard_alone_and_triggers_no_notebook_shortcut(lab
     keyboard.type("Tell me about bees.")
     keyboard.press("Control+Enter")
     panel.wait_for_text("Tell me about bees.")
-    for _ in range(12):
+    for _ in range(60):
         keyboard.press("Tab")
         if lab.page.evaluate("document.activeElement.tagName") == "CANVAS":
             break
     keyboard.press("ArrowLeft")
-    panel.root.locator(".readout", has_text="before the latest").wait_for(timeout=PATIENCE_MS)
+    panel.root.locator(".strata-rate-chart .s-readout", has_text="before the latest").wait_for(timeout=PATIENCE_MS)
     assert lab.page.locator(".jp-Cell").count() == cells
     panel.stop()
 
 
 def test_stop_ends_the_streams_and_keeps_their_text(lab: LabPage, panel: Panel) -> None:
     panel.generate("Write a long story about a ship.", streams=4, tokens=3000)
-    panel.root.get_by_role("button", name="Stop").click()
+    panel.root.get_by_role("button", name="Stop", exact=True).click()
     panel.root.locator("[data-state=ready]").wait_for(timeout=PATIENCE_MS)
     assert panel.text.text_content()
     tokens = in_kernel(lab, "wb.engine.stats().num_output_tokens")
@@ -180,6 +180,62 @@ def test_both_themes_are_followed(lab: LabPage, panel: Panel) -> None:
     assert ink["Light"] != ink["Dark"]
     lab.theme("JupyterLab Light")
     panel.stop()
+
+
+def test_a_panel_opens_and_closes_at_a_click_and_every_number_names_its_formula(lab: LabPage, panel: Panel) -> None:
+    chip = panel.root.get_by_role("button", name="KV blocks and batch")
+    chip.click()
+    panel.root.locator(".strata-block-map canvas").wait_for(timeout=PATIENCE_MS)
+    panel.generate("Why is the sea salty?", streams=2)
+    panel.root.locator(".strata-batch-lanes .lane[data-state=decoding]").first.wait_for(timeout=PATIENCE_MS)
+    panel.root.locator(".strata-step-timeline .whole", has_text="ms a step").wait_for(timeout=PATIENCE_MS)
+    tips = panel.root.locator(".s-tip").evaluate_all("tips => tips.map(tip => tip.textContent.trim())")
+    assert all(tips)
+    tipped = panel.root.locator(".cause, .strata-roofline-gauge li, .s-facts li, .tile")
+    assert tipped.evaluate_all("all => all.every(one => one.tabIndex === 0 && one.querySelector('.s-tip'))")
+    chip.click()
+    panel.root.locator(".strata-block-map").wait_for(state="detached", timeout=PATIENCE_MS)
+    panel.stop()
+
+
+def test_load_is_sent_by_a_button_and_marked_on_the_chart(lab: LabPage, panel: Panel) -> None:
+    panel.root.get_by_role("button", name="+ 4 users").click()
+    panel.root.locator(".strata-load-panel .answer", has_text="4 requests sent").wait_for(timeout=PATIENCE_MS)
+    lab.page.wait_for_function("document.querySelector('.strata-rate-chart canvas').ariaValueText.includes('4 users')")
+    panel.root.get_by_role("button", name="Stop all").evaluate("button => button.click()")
+    panel.root.locator("[data-state=ready]").wait_for(timeout=PATIENCE_MS)
+
+
+def test_every_switch_can_be_flipped_and_is_answered(lab: LabPage, panel: Panel) -> None:
+    names = panel.root.locator("input[role=switch]").evaluate_all("all => all.map(one => one.labels[0].textContent)")
+    assert len(names) >= 4
+    for name in names:
+        before = in_kernel(lab, f"wb.engine.optimizations.{name}")
+        panel.switch(name).click()
+        lab.page.wait_for_function(
+            "name => ![...document.querySelectorAll('[data-tone=busy] label')].some(l => l.textContent === name)",
+            arg=name,
+        )
+        answer = panel.line(name).text_content()
+        status = in_kernel(lab, f"wb.panels.toggles.answers['{name}']['status']")
+        now = in_kernel(lab, f"wb.engine.optimizations.{name}")
+        assert (now != before) == (status != "refused"), answer
+        assert lab.ask(f"wb.apply({name}={before})") == ""
+        assert in_kernel(lab, f"wb.engine.optimizations.{name}") == before
+
+
+def test_a_recording_plays_without_an_engine_and_says_so(lab: LabPage, panel: Panel) -> None:
+    code = """
+import tempfile, pathlib
+path = pathlib.Path(tempfile.mkdtemp()) / "session.jsonl"
+with wb.record(path):
+    assert wb.generate("Count to ten.", max_tokens=20).wait(60)
+shown = Workbench.replay(path)
+assert shown.engine.finished.wait(60)
+print(shown.panels.header.badge[:12], shown.panels.toggles.enabled)
+shown.retire()
+"""
+    assert lab.ask(code).strip() == "Recording of False"
 
 
 def test_a_reloaded_page_finds_the_panel_as_it_was(lab: LabPage, panel: Panel) -> None:

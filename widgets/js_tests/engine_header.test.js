@@ -9,7 +9,7 @@ beforeEach(() => {
   page = installPage();
 });
 
-const STATE = { model: "smollm2-135m", facts: [], state: "loading", task: "", fraction: -1, problem: "", notes: [] };
+const STATE = { model: "smollm2-135m", facts: [], state: "loading", task: "", fraction: -1, badge: "", problem: "", notes: [] };
 
 test("progress is shown while it is known and taken away when it is not", () => {
   const model = new FakeModel({ ...STATE, task: "reading weights", fraction: 0.4 });
@@ -25,7 +25,7 @@ test("progress is shown while it is known and taken away when it is not", () => 
 
 test("problems and facts are shown, and the view cleans up", () => {
   const facts = [{ label: "device", value: "cpu", tip: "Where it runs." }];
-  const model = new FakeModel({ ...STATE, facts, problem: "no such model", state: "failed" });
+  const model = new FakeModel({ ...STATE, facts, badge: "", problem: "no such model", state: "failed" });
   const { el, cleanup } = show(view, model);
   page.paint();
   assert.match(el.textContent, /smollm2-135m.*Failed.*device cpu.*no such model/s);

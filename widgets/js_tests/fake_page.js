@@ -1,8 +1,14 @@
 /** A page and a widget model of a few lines each: enough to render a view under node, without any package. */
 
+class Style {
+  setProperty(name, value) {
+    this[name] = value;
+  }
+}
+
 class Node {
   constructor(tag) {
-    Object.assign(this, { tag, parent: null, childNodes: [], attributes: {}, listeners: {}, style: {}, hidden: false });
+    Object.assign(this, { tag, parent: null, childNodes: [], attributes: {}, listeners: {}, style: new Style(), hidden: false });
     this.ownValue = "";
     Object.assign(this, { checked: false, disabled: false, scrollTop: 0, scrollHeight: 0, clientHeight: 0 });
     this.clientWidth = 640;
@@ -82,8 +88,13 @@ class Node {
 /** A canvas context that remembers texts and lines. */
 class Drawing {
   constructor() {
-    Object.assign(this, { texts: [], dashes: [], moves: [] });
+    Object.assign(this, { texts: [], dashes: [], moves: [], rects: [], fillStyle: "" });
   }
+  fillRect(x, y, width, height) {
+    this.rects.push({ x, y, width, height, fill: this.fillStyle });
+  }
+  strokeRect() {}
+  clearRect() {}
   fillText(text) {
     this.texts.push(String(text));
   }

@@ -42,15 +42,6 @@ test("a line breaks where nothing was generating", () => {
   assert.deepEqual(series.pieces(samples, "stream").map((piece) => piece.length), [11, 11]);
 });
 
-test("the scale is round and holds the value", () => {
-  for (const value of [0.3, 1, 7, 99, 101, 240, 1234]) {
-    const { top, ticks } = series.scale(value);
-    assert.ok(top >= value && top <= 2 * value, `${value} -> ${top}`);
-    assert.equal(ticks[0], 0);
-    assert.equal(ticks.at(-1), top);
-  }
-});
-
 test("the axis is as short as holds the samples, in steps", () => {
   assert.equal(series.timeAxis(steady(0, 5, 1), []).span, 20);
   assert.equal(series.timeAxis(steady(0, 25, 1), []).span, 30);

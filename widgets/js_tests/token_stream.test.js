@@ -93,3 +93,18 @@ test("a lane's state is put into words", () => {
   assert.equal(statusOf(lane("a", { num_tokens: 1, rate: null, note: "stopped" })), "1 token · stopped");
   assert.equal(statusOf(lane("a", { state: "waiting" })), "waiting");
 });
+
+test("what a drafter proposed keeps its place when the beginning of a long text is dropped", () => {
+  const texts = new Texts();
+  texts.append({ id: "a", start: 0, end: 4, text: "abcd", drafted: [[1, 3]] });
+  assert.deepEqual(texts.drafted("a"), [[1, 3]]);
+  texts.append({ id: "a", start: 4, end: 4 + KEPT - 2, text: "x".repeat(KEPT - 2), drafted: [[10, 12]] });
+  assert.deepEqual(texts.drafted("a"), [[0, 1], [8, 10]]);
+  assert.deepEqual(texts.drafted("nobody"), []);
+});
+
+test("phase and acceptance are told in words", () => {
+  assert.equal(statusOf({ state: "waiting", phase: "prefilling", num_tokens: 0 }), "prefilling");
+  assert.equal(statusOf({ state: "generating", phase: "decoding", num_tokens: 4, accepted: 0.626 }), "4 tokens · 63 % of proposals taken");
+  assert.equal(statusOf({ state: "generating", phase: "preempted", num_tokens: 4 }), "4 tokens · preempted");
+});

@@ -12,7 +12,7 @@ import difflib
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,15 @@ class StrataWidget(anywidget.AnyWidget):
         if self.comm is not None:
             self.layout.close()  # a widget of its own, which its owner's close leaves behind
         super().close()
+
+    def _on_kind(self, kind: str, handler: Callable[[dict[str, Any]], None]) -> None:
+        """Call `handler(content)` for each message `{kind, ...}` from a page."""
+
+        def receive(_widget: Any, content: Any, _buffers: Any) -> None:
+            if isinstance(content, dict) and content.get("kind") == kind:
+                handler(content)
+
+        self.on_msg(receive)
 
     def _flush_when_due(self) -> None:
         wait_s = self._last_flush_s + 1 / FLUSHES_PER_S - time.monotonic()

@@ -65,3 +65,27 @@ export function freshId(stem) {
   freshId.count = (freshId.count ?? 0) + 1;
   return `strata-${stem}-${freshId.count}-${Math.random().toString(36).slice(2, 8)}`;
 }
+
+/** A line of numbers, each with its formula on hover and focus; `show` redraws only when something differs. */
+export function facts(label) {
+  const node = h("ul", { class: "s-facts", "aria-label": label });
+  const rows = [];
+  const make = () => {
+    const [name, value] = [h("span"), h("b")];
+    const tip = h("div", { class: "s-tip", role: "tooltip" });
+    return { node: h("li", { class: "s-tipped", tabindex: 0 }, name, " ", value, tip), name, value, tip };
+  };
+  function show(list) {
+    while (rows.length > list.length) rows.pop().node.remove();
+    while (rows.length < list.length) {
+      rows.push(make());
+      node.append(rows.at(-1).node);
+    }
+    list.forEach((fact, i) => {
+      setText(rows[i].name, fact.label);
+      setText(rows[i].value, String(fact.value));
+      setText(rows[i].tip, fact.tip);
+    });
+  }
+  return { node, show };
+}

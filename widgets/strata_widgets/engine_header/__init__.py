@@ -18,6 +18,7 @@ class EngineHeader(StrataWidget):
         state: one of `STATES`.
         task: what long work is being done, for a human; empty when none is.
         fraction: how far that work is, 0.0 to 1.0; negative when it cannot say.
+        badge: what this is instead of a running engine, for example a recording; empty for an engine.
         problem: what went wrong, in words; empty when nothing did.
         notes: fallbacks and lost events, one sentence each.
     """
@@ -29,5 +30,6 @@ class EngineHeader(StrataWidget):
     state = t.Enum(STATES, default_value="loading").tag(sync=True)
     task = t.Unicode("").tag(sync=True)
     fraction = t.Float(-1.0).tag(sync=True)
+    badge = t.Unicode("").tag(sync=True)
     problem = t.Unicode("").tag(sync=True)
     notes = t.List(t.Unicode()).tag(sync=True)

@@ -26,14 +26,15 @@ function fact({ label, value, tip }) {
 
 function render({ model, el }) {
   el.classList.add("strata", "strata-engine-header");
-  const name = h("span", { class: "name" });
+  const name = h("h2", { class: "name" });
   const state = h("span", { class: "state" });
+  const badge = h("span", { class: "badge" });
   const facts = h("div", { class: "facts" });
   const bar = h("progress", { max: 1, "aria-label": "Progress" });
   const problem = h("p", { class: "problem" });
   const notes = h("ul");
   const folded = h("details", {}, h("summary", {}, "Notes"), notes);
-  el.append(h("div", { class: "line" }, name, state, facts), bar, problem, folded);
+  el.append(h("div", { class: "line" }, name, badge, state, facts), bar, problem, folded);
 
   let shownFacts = "";
   const paint = painter(() => {
@@ -45,6 +46,8 @@ function render({ model, el }) {
     bar.classList.toggle("idle", !working);
     if (fraction >= 0) bar.setAttribute("value", fraction);
     else bar.removeAttribute("value");
+    setText(badge, model.get("badge"));
+    badge.hidden = !model.get("badge");
     setText(problem, model.get("problem"));
     problem.hidden = !model.get("problem");
     const given = JSON.stringify(model.get("facts"));
@@ -55,7 +58,7 @@ function render({ model, el }) {
   });
 
   const wired = wire(model);
-  for (const key of ["model", "facts", "state", "task", "fraction", "problem", "notes"]) {
+  for (const key of ["model", "facts", "state", "task", "fraction", "badge", "problem", "notes"]) {
     wired.on(`change:${key}`, paint.mark);
   }
   paint.mark();

@@ -41,10 +41,3 @@ class PromptBox(StrataWidget):
     def on_stop(self, handler: Callable[[], None]) -> None:
         """Call `handler()` when someone asks to stop."""
         self._on_kind("stop", lambda _content: handler())
-
-    def _on_kind(self, kind: str, handler: Callable[[dict[str, Any]], None]) -> None:
-        def receive(_widget: Any, content: Any, _buffers: Any) -> None:
-            if isinstance(content, dict) and content.get("kind") == kind:
-                handler(content)
-
-        self.on_msg(receive)

@@ -40,16 +40,6 @@ export function pieces(samples, key) {
   return out;
 }
 
-/** A round number at or above `value`, and a round step that divides it into 2 to 5. */
-export function scale(value) {
-  const power = 10 ** Math.floor(Math.log10(Math.max(value, 1e-9)));
-  const [factor, parts] = [[1, 4], [1.5, 3], [2, 4], [3, 3], [4, 4], [5, 5], [6, 3], [8, 4], [10, 4]].find(
-    ([top]) => top * power >= value * (1 - 1e-12),
-  );
-  const top = factor * power;
-  return { top, ticks: Array.from({ length: parts + 1 }, (_, i) => (top * i) / parts) };
-}
-
 /** The latest time and the length of the axis: the shortest of a few that holds all samples. */
 export function timeAxis(samples, markers) {
   const end = Math.max(samples.at(-1)?.t ?? 0, markers.at(-1)?.t ?? 0);

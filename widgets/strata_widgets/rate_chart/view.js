@@ -1,6 +1,7 @@
 /** Speed of the last minute on a canvas: total solid, per stream dashed, a marker at every change of a setting. */
 import { h, painter, quiet, rate, setText, wire } from "../_shared.js";
-import { SPAN_S, decode, effect, join, nearest, pieces, placeLabels, scale, timeAxis } from "./series.js";
+import { follow, prepare, scale, stroke } from "../_canvas.js";
+import { SPAN_S, decode, effect, join, nearest, pieces, placeLabels, timeAxis } from "./series.js";
 
 const HEIGHT = 206;
 const PAD = { left: 40, right: 8, top: 44, bottom: 22 };
@@ -49,23 +50,16 @@ function tile({ label, unit, line, tip }) {
 }
 
 function drawChart(canvas, { samples, markers, cursor, end, span }) {
-  const style = getComputedStyle(canvas);
-  const color = (name) => style.getPropertyValue(name).trim() || "#666";
-  const [width, ratio] = [canvas.clientWidth, globalThis.devicePixelRatio || 1];
-  if (!width) return;
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(HEIGHT * ratio);
-  const g = canvas.getContext("2d");
-  g.scale(ratio, ratio);
-  g.font = `11px ${style.fontFamily}`;
+  const page = prepare(canvas, HEIGHT);
+  if (!page) return;
+  const { g, width, ink, color } = page;
   const { top, ticks } = scale(Math.max(10, ...samples.map((sample) => Math.max(sample.total, sample.stream || 0))) * 1.05);
   const [plotW, plotH] = [width - PAD.left - PAD.right, HEIGHT - PAD.top - PAD.bottom];
   const x = (t) => PAD.left + (1 - (end - t) / span) * plotW;
   const y = (value) => PAD.top + (1 - value / top) * plotH;
 
-  g.textBaseline = "middle";
   for (const value of ticks) {
-    g.strokeStyle = style.color;
+    g.strokeStyle = ink;
     g.globalAlpha = value ? 0.1 : 0.45;
     stroke(g, [[PAD.left, Math.round(y(value)) + 0.5], [width - PAD.right, Math.round(y(value)) + 0.5]]);
     g.globalAlpha = 1;
@@ -100,12 +94,6 @@ function drawChart(canvas, { samples, markers, cursor, end, span }) {
   }
 }
 
-function stroke(g, points) {
-  g.beginPath();
-  points.forEach(([px, py], i) => (i ? g.lineTo(px, py) : g.moveTo(px, py)));
-  g.stroke();
-}
-
 function drawMarkers(g, markers, { x, width, color, bottom }) {
   g.textAlign = "left";
   g.lineWidth = 1;
@@ -125,8 +113,7 @@ function render({ model, el }) {
   const numbers = h("div", { class: "numbers" });
   const spoken = { role: "slider", "aria-label": "Output speed of the last minute", "aria-orientation": "horizontal" };
   const canvas = h("canvas", { ...quiet, ...spoken, tabindex: 0, "aria-valuemin": -SPAN_S, "aria-valuemax": 0 });
-  canvas.style.height = `${HEIGHT}px`;
-  const line = h("p", { class: "readout", "aria-live": "off" });
+  const line = h("p", { class: "s-readout", "aria-live": "off" });
   el.append(numbers, h("figure", {}, canvas, h("figcaption", {}, line)));
   let samples = [];
   let cursorT = null; // time under the pointer or chosen by the keyboard
@@ -187,17 +174,13 @@ function render({ model, el }) {
     for (const buffer of buffers ?? []) samples = join(samples, decode(buffer));
     paint.mark();
   });
-  const sized = new ResizeObserver(paint.mark);
-  sized.observe(canvas);
-  const themed = new MutationObserver(paint.mark);
-  themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light", "class"] });
+  const unfollow = follow(canvas, paint.mark);
   retile();
   reload();
   return () => {
     wired.off();
     paint.stop();
-    sized.disconnect();
-    themed.disconnect();
+    unfollow();
   };
 }
 

@@ -37,8 +37,8 @@ class TogglePanel(StrataWidget):
     def on_change_asked(self, handler: Callable[[str, Any], None]) -> None:
         """Call `handler(name, value)` for each change that someone asks for. It must return at once."""
 
-        def receive(_widget: Any, content: Any, _buffers: Any) -> None:
-            if isinstance(content, dict) and content.get("kind") == "set" and isinstance(content.get("name"), str):
+        def receive(content: dict[str, Any]) -> None:
+            if isinstance(content.get("name"), str):
                 handler(content["name"], content.get("value"))
 
-        self.on_msg(receive)
+        self._on_kind("set", receive)

@@ -14,11 +14,14 @@ from strata_widgets._base import StrataWidget, load_style, load_view
 class TokenStream(StrataWidget):
     """Lanes of text.
 
-    Records: `{append: [{id, start, end, text}]}`: `text` is characters `start` to `end` of lane `id`.
+    Records: `{append: [{id, start, end, text, drafted}]}`: `text` is characters `start` to `end` of lane `id`;
+    `drafted` lists the parts `[from, to)` of them that a drafter had proposed.
 
     Traits:
-        lanes: `{id, title, prompt, state, note, num_tokens, rate}` per request, in order. `state` is "waiting",
-            "generating" or "done"; `note` says how it ended; `rate` is tokens per second of this stream, or None.
+        lanes: `{id, title, color, prompt, state, phase, accepted, note, num_tokens, rate}` per request, in order.
+            `color` is 0 to 7; `state` is "waiting", "generating" or "done"; `phase` is where the engine has it, "" once
+            it has ended; `accepted` is the share of proposed tokens that were taken, None without proposals; `note`
+            says how it ended; `rate` is tokens per second of this stream, or None.
         snapshot: `{id, end, text}` per lane: the text up to character `end`; a long one holds its last part only.
     """
 

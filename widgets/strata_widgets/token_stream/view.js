@@ -13,10 +13,17 @@ export class Texts {
     return this.lanes.get(id)?.text ?? "";
   }
   /** Add a piece if it continues what is here; a piece with a gap before it waits for the next snapshot. */
-  append({ id, start, end, text }) {
-    const lane = this.lanes.get(id) ?? { end: 0, text: "" };
+  append({ id, start, end, text, drafted = [] }) {
+    const lane = this.lanes.get(id) ?? { end: 0, text: "", drafted: [] };
     if (lane.end !== start) return;
-    this.lanes.set(id, { end, text: (lane.text + text).slice(-KEPT) });
+    const marks = (lane.drafted ?? []).concat(drafted).filter(([, to]) => to > end - KEPT);
+    this.lanes.set(id, { end, text: (lane.text + text).slice(-KEPT), drafted: marks });
+  }
+  /** Parts of `text(id)` that a drafter proposed, as `[from, to)`. */
+  drafted(id) {
+    const { end = 0, text = "", drafted = [] } = this.lanes.get(id) ?? {};
+    const first = end - text.length;
+    return drafted.map(([from, to]) => [Math.max(0, from - first), to - first]).filter(([from, to]) => to > from && to <= text.length);
   }
   /** Take over what is further along than what is here, and forget lanes that are gone. */
   repair(snapshot, known) {
@@ -28,24 +35,45 @@ export class Texts {
 }
 
 /** "128 tokens, 41.2 tok/s, stopped at its end" */
-export function statusOf({ state, note, num_tokens: count, rate: speed }) {
-  if (state === "waiting") return note || "waiting";
+export function statusOf({ state, note, num_tokens: count, rate: speed, phase, accepted }) {
+  if (state === "waiting") return note || phase || "waiting";
   const parts = [`${count} token${count === 1 ? "" : "s"}`];
   if (speed != null) parts.push(`${rate(speed)} tok/s`);
+  if (accepted != null) parts.push(`${Math.round(accepted * 100)} % of proposals taken`);
   if (note) parts.push(note);
+  else if (phase && phase !== "decoding") parts.push(phase);
   return parts.join(" · ");
 }
 
+const DRAFTED = "strata-drafted"; // name of the page's highlight, which needs no elements inside the text
+
+/** Mark parts of a text node as proposed by a drafter, in place of those marked before. */
+function highlight(text, parts, marked) {
+  if (!globalThis.CSS?.highlights || !globalThis.Highlight) return [];
+  if (!CSS.highlights.has(DRAFTED)) CSS.highlights.set(DRAFTED, new Highlight());
+  const shared = CSS.highlights.get(DRAFTED);
+  for (const range of marked) shared.delete(range);
+  return parts.map(([from, to]) => {
+    const range = new StaticRange({ startContainer: text, startOffset: from, endContainer: text, endOffset: to });
+    shared.add(range);
+    return range;
+  });
+}
+
 function largeLane() {
+  const swatch = h("span", { class: "swatch", "aria-hidden": true });
   const title = h("h3", { class: "s-heading" });
   const status = h("span", { class: "status" });
   const prompt = h("p", { class: "prompt" });
   const body = h("div", { ...quiet, class: "text", tabindex: 0, role: "region", "aria-live": "off" });
-  const node = h("article", { class: "large" }, h("header", {}, title, status), prompt, body);
+  const node = h("article", { class: "large" }, h("header", {}, swatch, title, status), prompt, body);
   let text = document.createTextNode("");
   body.append(text);
   let shown = null;
-  function show(lane, now) {
+  let marked = [];
+  function show(lane, now, drafted) {
+    swatch.style.setProperty("background", `var(--s-r${lane.color})`);
+    node.setAttribute("data-phase", lane.phase);
     setText(title, lane.title);
     setText(status, statusOf(lane));
     node.setAttribute("data-state", lane.state);
@@ -58,24 +86,29 @@ function largeLane() {
       text = document.createTextNode(now);
       body.replaceChildren(text);
     }
+    if (marked.length || drafted.length) marked = highlight(text, drafted, marked);
     if (pinned || shown !== lane.id) body.scrollTop = body.scrollHeight;
     shown = lane.id;
   }
-  return { node, show };
+  const forget = () => highlight(text, [], marked);
+  return { node, show, forget };
 }
 
 function smallLane(choose) {
   const title = h("span", { class: "title" });
   const tail = h("span", { class: "tail" });
   const status = h("span", { class: "status" });
-  const node = h("button", { ...quiet, type: "button", class: "small" }, title, h("span", { class: "clip" }, tail), status);
+  const swatch = h("span", { class: "swatch", "aria-hidden": true });
+  const node = h("button", { ...quiet, type: "button", class: "small" }, swatch, title, h("span", { class: "clip" }, tail), status);
   let id = null;
   node.addEventListener("click", () => choose(id));
   function show(lane, now) {
     id = lane.id;
+    swatch.style.setProperty("background", `var(--s-r${lane.color})`);
+    node.setAttribute("data-phase", lane.phase);
     setText(title, lane.title);
     setText(tail, now.slice(-TAIL).replaceAll(/\s+/g, " "));
-    setText(status, lane.rate == null ? lane.state : `${rate(lane.rate)} tok/s`);
+    setText(status, lane.rate == null ? lane.phase || lane.state : `${rate(lane.rate)} tok/s`);
     node.setAttribute("data-state", lane.state);
     node.setAttribute("aria-label", `${lane.title}: ${statusOf(lane)}. Show its text large`);
   }
@@ -100,7 +133,7 @@ function render({ model, el }) {
     large.node.hidden = lanes.length === 0;
     if (!lanes.some((lane) => lane.id === chosen)) chosen = lanes[0]?.id ?? null;
     const first = lanes.find((lane) => lane.id === chosen);
-    if (first) large.show(first, texts.text(first.id));
+    if (first) large.show(first, texts.text(first.id), texts.drafted(first.id));
     const others = lanes.filter((lane) => lane.id !== chosen);
     while (small.length > others.length) small.pop().node.remove();
     while (small.length < others.length) {
@@ -131,6 +164,7 @@ function render({ model, el }) {
   return () => {
     wired.off();
     paint.stop();
+    large.forget();
   };
 }
 

@@ -1,0 +1,71 @@
+/** What canvas views share: size and colours at draw time, when to draw again, a cursor for pointer and keyboard. */
+
+/** Size the canvas to its place on the page; its context, width and colours, or null while it has no width. */
+export function prepare(canvas, height) {
+  const style = getComputedStyle(canvas);
+  const [width, ratio] = [canvas.clientWidth, globalThis.devicePixelRatio || 1];
+  if (!width) return null;
+  canvas.style.height = `${height}px`;
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(height * ratio);
+  const g = canvas.getContext("2d");
+  g.scale(ratio, ratio);
+  g.font = `11px ${style.fontFamily}`;
+  g.textBaseline = "middle";
+  return { g, width, ink: style.color, color: (name) => style.getPropertyValue(name).trim() || "#666" };
+}
+
+/** Call `mark` when the canvas changes its size or the page its theme; returns what stops that. */
+export function follow(canvas, mark) {
+  const sized = new ResizeObserver(mark);
+  sized.observe(canvas);
+  const themed = new MutationObserver(mark);
+  themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light", "class"] });
+  return () => {
+    sized.disconnect();
+    themed.disconnect();
+  };
+}
+
+/** A line through points. */
+export function stroke(g, points) {
+  g.beginPath();
+  points.forEach(([x, y], i) => (i ? g.lineTo(x, y) : g.moveTo(x, y)));
+  g.stroke();
+}
+
+/** A round number at or above `value`, and a round step that divides it into 2 to 5. */
+export function scale(value) {
+  const power = 10 ** Math.floor(Math.log10(Math.max(value, 1e-9)));
+  const [factor, parts] = [[1, 4], [1.5, 3], [2, 4], [3, 3], [4, 4], [5, 5], [6, 3], [8, 4], [10, 4]].find(
+    ([top]) => top * power >= value * (1 - 1e-12),
+  );
+  const top = factor * power;
+  return { top, ticks: Array.from({ length: parts + 1 }, (_, i) => (top * i) / parts) };
+}
+
+/**
+ * One of `count()` things under the pointer, or chosen with the arrow keys; -1 for none.
+ * `at(x, y)` is the thing at a place; `row()` is how many things up and down jump over.
+ */
+export function cursor(canvas, { at, count, row = () => 1, mark }) {
+  let index = -1;
+  const move = (to) => {
+    index = to;
+    mark();
+  };
+  const leave = () => move(-1);
+  canvas.addEventListener("pointermove", (event) => move(at(event.offsetX, event.offsetY)));
+  canvas.addEventListener("pointerleave", leave);
+  canvas.addEventListener("blur", leave);
+  canvas.addEventListener("keydown", (event) => {
+    const last = count() - 1;
+    const from = index < 0 ? last : index;
+    const moves = { ArrowLeft: from - 1, ArrowRight: from + 1, ArrowUp: from - row(), ArrowDown: from + row(), Home: 0, End: last };
+    if (event.key === "Escape") leave();
+    if (!(event.key in moves) || last < 0) return;
+    event.preventDefault();
+    move(Math.min(last, Math.max(0, moves[event.key])));
+  });
+  return () => (index < count() ? index : -1);
+}

@@ -1,0 +1,36 @@
+/** One button per panel; pressed means that the panel is open. */
+import { h, painter, quiet, wire } from "../_shared.js";
+
+function render({ model, el }) {
+  el.classList.add("strata", "strata-detail-bar");
+  el.setAttribute("role", "group");
+  el.setAttribute("aria-label", "Details");
+  const row = h("div", { class: "row" });
+  el.append(h("span", { class: "s-heading", "aria-hidden": true }, "Details"), row);
+  let buttons = [];
+
+  function build() {
+    buttons = model.get("panels").map(({ name, title, tip }) => {
+      const node = h("button", { ...quiet, type: "button", class: "chip" }, title);
+      node.addEventListener("click", () => model.send({ kind: "open", name, open: !model.get("shown").includes(name) }));
+      const bubble = h("span", { class: "s-tip", role: "tooltip" }, tip);
+      return { name, node, holder: h("span", { class: "s-tipped" }, node, bubble) };
+    });
+    row.replaceChildren(...buttons.map(({ holder }) => holder));
+    paint.mark();
+  }
+  const paint = painter(() => {
+    const shown = model.get("shown");
+    for (const { name, node } of buttons) node.setAttribute("aria-expanded", shown.includes(name));
+  });
+  const wired = wire(model);
+  wired.on("change:panels", build);
+  wired.on("change:shown", paint.mark);
+  build();
+  return () => {
+    wired.off();
+    paint.stop();
+  };
+}
+
+export default { render };
