@@ -6,9 +6,12 @@ They are valid until the next `schedule`: block tables are the live lists.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from strata_lab.request import Request
+
+Pairs = Sequence[tuple[int, int]]  # (from, to): blocks of one pool, or of the pool and of host memory
 
 
 # Not frozen: one is made per request and step, and freezing makes that five times as dear.
@@ -43,12 +46,26 @@ class ScheduledBatch:
         preempted: requests that lost their blocks to make room for it.
         num_decode_tokens: tokens of the decodes, which is also their number.
         num_prefill_tokens: tokens of the prompt slices (recomputed output tokens included).
+        copies: (block, block) of the pool: whose content a request needs in a block of its own (`Scheduler.fork`).
+        swap_out: (block, host block): what requests that lost their blocks want back.
+        swap_in: (host block, block): what they get back.
+
+    The moves come before anything is computed, in this order: `copies`, then `swap_out`, then `swap_in`. Within each,
+    everything is read before anything is written. A batch may have moves and no items.
     """
 
     items: list[ScheduledRequest]
     preempted: list[Request]
     num_decode_tokens: int
     num_prefill_tokens: int
+    copies: Pairs = ()
+    swap_out: Pairs = ()
+    swap_in: Pairs = ()
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether blocks must be copied before it is computed."""
+        return bool(self.copies or self.swap_out or self.swap_in)
 
     @property
     def num_tokens(self) -> int:

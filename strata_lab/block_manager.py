@@ -201,13 +201,13 @@ class BlockManager:
         if request_id not in self._stale:
             self.prefixes.publish(request_id, token_ids, self.table(request_id), num_computed // self.block_size)
 
-    def fork(self, parent: str, child: str) -> list[int]:
-        """Let `child`, which has no blocks, hold all blocks of `parent`; returns its table.
+    def fork(self, parent: str, child: str, num_blocks: int | None = None) -> list[int]:
+        """Let `child`, which has no blocks, hold the first `num_blocks` of `parent` (None: all); returns its table.
 
         O(1) per block. Before either writes, it asks `writable`.
         """
         assert child not in self._tables, child
-        table = list(self.table(parent))
+        table = self.table(parent)[:num_blocks]
         for block in table:
             self._holders[block] += 1
         if table:
@@ -240,6 +240,10 @@ class BlockManager:
         table[index] = new = self._take()
         self._holders[old] -= 1
         return old, new
+
+    def is_stale(self, request_id: str) -> bool:
+        """Whether a request holds blocks that were computed with what is no longer in force."""
+        return request_id in self._stale
 
     # -- the prefix cache -----------------------------------------------------------------------------------------
 

@@ -27,10 +27,11 @@ from strata_lab.config import EngineConfig, Optimizations
 from strata_lab.device_sampling import GpuSampling
 from strata_lab.graph_runner import CapturedStep, CompiledStep, CpuRecorder, CudaRecorder
 from strata_lab.kernels import bind
-from strata_lab.kv_cache import KVCache
+from strata_lab.kv_cache import HostBlocks, KVCache
 from strata_lab.layers.weights import ModelWeights
 from strata_lab.models import get_family
 from strata_lab.models.base import CausalLM, WeightReader, load_weights
+from strata_lab.preemption import Preemption, Recompute, SwapToHost
 from strata_lab.prefill_lane import PrefillLane
 from strata_lab.prefix_cache import BlockNames, NoPrefixCache, PrefixCache
 from strata_lab.quant import engine_granularity
@@ -60,6 +61,8 @@ class Parts:
     order: QueueOrder
     prefixes: BlockNames
     governor: Governor | NoGovernor
+    preemption: Preemption
+    host_blocks: HostBlocks
     max_model_len: int
 
 
@@ -75,6 +78,7 @@ class Builder(Resolver):
     def parts(self, resolved: Optimizations, current: Parts | None = None) -> Parts:
         """Objects for a resolved setting; weights and pool are taken from `current` where they do not change."""
         weights, kv = self._weights(resolved, current), self._kv(resolved, current)
+        host_blocks = self._host_blocks(resolved, current, kv)
         if current is not None and (weights is not current.weights or kv is not current.kv):
             self._runners = {}
         assert resolved.max_model_len is not None
@@ -89,6 +93,8 @@ class Builder(Resolver):
             order=QUEUE_ORDERS[resolved.scheduling_policy](),
             prefixes=self._prefixes(resolved.prefix_cache, current, weights, kv),
             governor=self._governor(resolved.thermal_governor, resolved.max_num_seqs, current),
+            preemption=self._preemption(host_blocks, current, weights),
+            host_blocks=host_blocks,
             max_model_len=resolved.max_model_len,
         )
 
@@ -148,6 +154,19 @@ class Builder(Resolver):
         if isinstance(now, Governor) and (now.policy, now.seats) == (policy, seats):
             return now
         return Governor(policy, seats, partial(source_for, self.device), partial(_drain, self.device))
+
+    def _host_blocks(self, resolved: Optimizations, current: Parts | None, kv: KVCache) -> HostBlocks:
+        """Host memory for the blocks of preempted requests; what is in force while pool and wish stay."""
+        swaps = resolved.preemption == "swap"
+        if current is not None and current.kv is kv and (current.optimizations.preemption == "swap") == swaps:
+            return current.host_blocks
+        return HostBlocks(kv, self.num_host_blocks(kv) if swaps else 0)
+
+    def _preemption(self, host: HostBlocks, current: Parts | None, weights: ModelWeights) -> Preemption:
+        """The books of host memory; empty ones for other memory or other weights."""
+        if current is not None and current.host_blocks is host and current.weights is weights:
+            return current.preemption
+        return SwapToHost(host.num_blocks) if host.num_blocks else Recompute()
 
     def _prefill(self) -> SplitPrefill:
         """Prompts between decode steps, or on a GPU beside them, as soon as the lane is free."""

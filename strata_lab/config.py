@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from strata_lab.settings import ConfigError, Toggle, check_names, check_whole, toggle
+from strata_lab.settings import ConfigError, Toggle, check_names, check_size, check_whole, toggle
 
 DEFAULT_MODEL = "smollm2-135m"
 BLOCK_SIZES = (8, 16, 32)
@@ -75,6 +75,19 @@ class Optimizations:
         "(shrink), or rest first so that no result changes by a bit (precise).",
         default="off", off="off", choices=("off", "pace", "shrink", "precise"),
     )  # fmt: skip
+    preemption: str = toggle(
+        "What becomes of a request that must give its KV blocks to another: its tokens are computed again, or its "
+        "blocks are copied to host memory and back.",
+        default="recompute", off="recompute", choices=("recompute", "swap"),
+    )  # fmt: skip
+    max_waiting: int = toggle(
+        "Most requests that wait; one more is refused at once and may be sent again later.",
+        default=1024, off=1024, number="int", minimum=1, maximum=1_000_000,
+    )  # fmt: skip
+    max_waiting_tokens: int = toggle(
+        "Most tokens of all requests that wait; a request that would exceed it is refused, unless nobody waits.",
+        default=1 << 20, off=1 << 20, number="int", minimum=1, maximum=1 << 40,
+    )  # fmt: skip
     max_num_seqs: int = toggle(
         "Most requests that run at the same time.", default=16, off=16, number="int", minimum=1, maximum=1024
     )
@@ -128,6 +141,8 @@ class EngineConfig:
         dtype: dtype of activations; "auto" is bfloat16 on CUDA and float32 on CPU.
         block_size: tokens per KV block.
         num_kv_blocks: size of the pool; None sizes it from free memory.
+        swap_space: GiB of main memory for the blocks of preempted requests with preemption="swap"; None takes what the
+            pool could fill, at most a tenth of what is free and at most 4.
         capture: how `cuda_graph` is made on a CPU: "replay" records the operator calls of a step and repeats them,
             "inductor" has torch.compile turn the step into one graph (minutes the first time; for comparison).
         seed: seeds random weights of presets and requests that carry no seed.
@@ -139,6 +154,7 @@ class EngineConfig:
     dtype: str = "auto"
     block_size: int = 16
     num_kv_blocks: int | None = None
+    swap_space: float | None = None
     capture: str = "replay"
     seed: int = 0
     optimizations: Optimizations = field(default_factory=Optimizations)
@@ -155,6 +171,8 @@ class EngineConfig:
         check_whole("seed", self.seed, 0, 42)
         if self.num_kv_blocks is not None:
             check_whole("num_kv_blocks", self.num_kv_blocks, 1, 64)
+        if self.swap_space is not None:
+            check_size("swap_space", self.swap_space)
         if not isinstance(self.optimizations, Optimizations):
             raise ConfigError(f"optimizations={self.optimizations!r} must be an Optimizations; try Optimizations()")
 

@@ -84,6 +84,9 @@ class LLMEngine:
             lookahead=parts.runner.lookahead,
             order=parts.order,
             max_passes=parts.optimizations.max_passes,
+            max_waiting=parts.optimizations.max_waiting,
+            max_waiting_tokens=parts.optimizations.max_waiting_tokens,
+            preemption=parts.preemption,
         )
         self._loop = EngineLoop(parts, scheduler, self.model_config, self.events)
         self._intake = Intake(self.tokenizer, self.model_config)

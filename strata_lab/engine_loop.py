@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 from strata_lab.block_manager import BlockManager
@@ -17,6 +17,7 @@ from strata_lab.build import Parts, changed_fields
 from strata_lab.events import EventLog, SettingEvent, StateEvent, StepEvent, TokenEvent
 from strata_lab.model_config import ModelConfig
 from strata_lab.prefill_lane import PrefillLane
+from strata_lab.request import Request
 from strata_lab.runner import StepResult
 from strata_lab.sampler import SampledTokens
 from strata_lab.scheduler import ScheduledBatch, Scheduler
@@ -170,19 +171,34 @@ class EngineLoop:
             for request in self.scheduler.expire(start):
                 self._sessions[request.request_id].end()
             batch = self.scheduler.schedule(decodes_only=lane is not None and lane.busy)
+            if not self._moved(batch):
+                return None
             if lane is not None and batch.items and not batch.num_decode_tokens:  # prompts go beside the decode steps
                 self.scheduler.hold(batch)
                 lane.submit(batch)
                 batch = self.scheduler.schedule(decodes_only=True)
+                if not self._moved(batch):
+                    return None
         if not batch.items:
             return self._land(lane) if lane is not None and lane.busy else None
         scheduled = time.perf_counter()
         try:
             result = self.parts.runner.run(batch)
         except Exception as error:  # whatever it is, it ends these requests and not the engine
-            self._fail(batch, error)
+            self._fail([item.request for item in batch.items], error)
             return None
         return self._deliver(batch, result, (start, scheduled, time.perf_counter()))
+
+    def _moved(self, batch: ScheduledBatch) -> bool:
+        """Queue the copies of blocks that come before a batch; if that fails it ends their requests and the batch's."""
+        if batch.has_moves:
+            try:
+                self.parts.host_blocks.perform(batch)
+            except Exception as error:
+                others = self.scheduler.after_failed_moves(batch)
+                self._fail([*others, *(item.request for item in batch.items)], error)
+                return False
+        return True
 
     def _land(self, lane: PrefillLane) -> StepEvent | None:
         """Wait for the prompts that are computed beside the decode steps, and book them."""
@@ -192,7 +208,7 @@ class EngineLoop:
         except Exception as error:
             with self._lock:
                 self.scheduler.release(batch)
-            self._fail(batch, error)
+            self._fail([item.request for item in batch.items], error)
             return None
         with self._lock:
             self.scheduler.release(batch)
@@ -225,13 +241,13 @@ class EngineLoop:
             events.append(event)
         return tuple(events)
 
-    def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
+    def _fail(self, requests: Iterable[Request], error: Exception) -> None:
         message = f"the step failed: {type(error).__name__}: {error}"
         with self._lock:
-            for item in batch.items:
-                if not item.request.finished:
-                    self.scheduler.finish(item.request, "error", message)
-                    self._sessions[item.request.request_id].end()
+            for request in requests:
+                if not request.finished:
+                    self.scheduler.finish(request, "error", message)
+                    self._sessions[request.request_id].end()
 
     def settle(self) -> None:
         """Wait for what was queued ahead of the host, and for the prompt lane."""
@@ -254,6 +270,9 @@ class EngineLoop:
             lookahead=parts.runner.lookahead,
             order=parts.order,
             max_passes=opt.max_passes,
+            max_waiting=opt.max_waiting,
+            max_waiting_tokens=opt.max_waiting_tokens,
+            preemption=parts.preemption,
             **({} if new_pool else limits),  # a new limit is judged by the pool it comes with
         )
         if new_pool:

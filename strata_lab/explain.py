@@ -10,6 +10,11 @@ _SHARED = {
     "and computed again. Without priorities both are the same.",
     "max_passes": "While a long request waits for room, short ones behind it finish: their waits shrink, its own grows "
     "by at most that many of them.",
+    "preemption": "swap copies a request's blocks to host memory and back instead of computing its tokens again, where "
+    "that is dearer: long texts, few requests. What host memory does not hold is computed again.",
+    "max_waiting": "Beyond this many waiting requests new ones are refused at once, so that those who wait are served "
+    "in time.",
+    "max_waiting_tokens": "Bounds how much work waits, where prompts differ in length.",
     "pd_split": "Decode steps alternate with bounded prompt slices: running streams wait less for a newcomer's prompt, "
     "whose first token comes later.",
     "max_num_seqs": "More requests share one reading of the weights: total tok/s rises, tok/s per stream falls.",

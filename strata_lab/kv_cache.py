@@ -1,15 +1,21 @@
-"""The device side of the paged KV cache: two preallocated tensors, sliced per layer.
+"""The device side of the paged KV cache: two preallocated tensors, sliced per layer, and what moves whole blocks.
 
 Which block belongs to whom is `block_manager.py`'s business; what is written and read is the kernels'. A slot is
 `block * block_size + offset`. Slots that nobody owns hold whatever was there before, and nothing may read them.
+
+Blocks move in batches: one gather and one scatter for keys and for values, whatever the number of blocks and layers. On
+a GPU they are queued behind all that was queued before, so a block may be given away as soon as its copy is queued, and
+the host waits for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
+from strata_lab.batch import Pairs, ScheduledBatch
 from strata_lab.layers.attention import LayerKV
 from strata_lab.model_config import ModelConfig
 
@@ -38,11 +44,39 @@ class KVCache:
         self._k = torch.empty(shape, dtype=KV_DTYPES[kv_format], device=device)
         self._v = torch.empty(shape, dtype=KV_DTYPES[kv_format], device=device)
         self.scales = [(1.0, 1.0)] * config.num_layers if scales is None else list(scales)
+        self._words = tuple(pool.flatten(2).view(torch.int64) for pool in (self._k, self._v))  # [layers, blocks, words]
         self._layers = [LayerKV(self._k[i], self._v[i], *self.scales[i]) for i in range(config.num_layers)]
 
     def layer(self, index: int) -> LayerKV:
         """One layer's keys and values."""
         return self._layers[index]
+
+    @torch.inference_mode()
+    def copy_blocks(self, pairs: Pairs, source: KVCache | None = None) -> None:
+        """Copy the content of blocks (from, to), all layers; all are read before any is written.
+
+        `source`: the pool of the same format that is copied from; this one by default.
+        """
+        source = source or self
+        old, new = (indices(column, self._k.device) for column in zip(*pairs, strict=True))
+        for ours, theirs in zip(self._words, source._words, strict=True):
+            ours.index_copy_(1, new, theirs.index_select(1, old))
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        """What blocks hold, [n, 2, layers, words] int64, a copy."""
+        index = indices(blocks, self._k.device)
+        return torch.stack([pool.index_select(1, index) for pool in self._words]).permute(2, 0, 1, 3).contiguous()
+
+    def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
+        """Fill blocks with what `read_blocks` returned."""
+        index = indices(blocks, self._k.device)
+        for pool, half in zip(self._words, content.unbind(1), strict=True):
+            pool.index_copy_(1, index, half.transpose(0, 1))
+
+    @property
+    def block_words(self) -> tuple[int, int, int]:
+        """Shape of one block of `read_blocks`."""
+        return 2, self._k.shape[0], self._words[0].shape[2]
 
     @property
     def nbytes(self) -> int:
@@ -50,9 +84,69 @@ class KVCache:
         return 2 * self._k.numel() * self._k.element_size()
 
     @property
+    def device(self) -> torch.device:
+        """Where it lives."""
+        return self._k.device
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes that one token of context costs, all layers."""
         return self.nbytes // (self.num_blocks * self.block_size)
+
+
+class HostBlocks:
+    """Host memory for blocks of a pool, pinned where the pool is on a GPU.
+
+    Args:
+        kv: the pool.
+        num_blocks: how many; 0 takes no memory.
+    """
+
+    def __init__(self, kv: KVCache, num_blocks: int) -> None:
+        self.kv, self.num_blocks = kv, num_blocks
+        pinned = num_blocks > 0 and kv.device.type == "cuda"
+        self._content = torch.empty((num_blocks, *kv.block_words), dtype=torch.int64, pin_memory=pinned)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return self._content.numel() * self._content.element_size()
+
+    @torch.inference_mode()
+    def perform(self, batch: ScheduledBatch) -> None:
+        """Make the moves of a batch, in their order; what is queued later on the same stream finds them made."""
+        if batch.copies:
+            self.kv.copy_blocks(batch.copies)
+        if batch.swap_out:
+            self._save(*zip(*batch.swap_out, strict=True))
+        if batch.swap_in:
+            self._restore(*zip(*batch.swap_in, strict=True))
+
+    def _save(self, blocks: Sequence[int], hosts: Sequence[int]) -> None:
+        content = self.kv.read_blocks(blocks)
+        for first, stop, host in _runs(hosts):
+            self._content[host : host + stop - first].copy_(content[first:stop], non_blocking=True)
+
+    def _restore(self, hosts: Sequence[int], blocks: Sequence[int]) -> None:
+        content = torch.empty((len(hosts), *self._content.shape[1:]), dtype=torch.int64, device=self.kv.device)
+        for first, stop, host in _runs(hosts):
+            content[first:stop].copy_(self._content[host : host + stop - first], non_blocking=True)
+        self.kv.write_blocks(blocks, content)
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Where numbers rise by one: (first, stop, number at first), so that each run is one copy."""
+    first = 0
+    for i in range(1, len(numbers) + 1):
+        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:
+            yield first, i, numbers[first]
+            first = i
+
+
+def indices(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """[n] int64 on a device; from pinned memory, since a copy from any other waits for what is queued."""
+    made = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return made.to(device, non_blocking=True)
 
 
 def block_bytes(config: ModelConfig, block_size: int, kv_format: str) -> int:

@@ -20,12 +20,16 @@ from strata_lab.memory_forecast import workspace_nbytes
 from strata_lab.models.loader import open_model
 from strata_lab.quant import engine_granularity
 from strata_lab.settings import ConfigError
+from strata_lab.telemetry import hardware
 from strata_lab.telemetry.ceilings import Ceilings, ceilings
 from strata_lab.telemetry.roofline import forecast
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
 POOL_FIELDS = ("kv_cache_dtype", "gpu_memory_utilization")  # a change of these makes a new KV pool
+GIB = 1 << 30
+MAX_SWAP_BYTES = 4 * GIB  # what vLLM takes per GPU by default
+SWAP_SHARE = 0.1  # of the free main memory: it is pinned on a GPU machine, so nobody else can have it
 CPU_POOL_BYTES = 1 << 30  # enough for 16 streams of 2,800 tokens on the default model; a laptop has other work to do
 
 ProgressFn = Callable[[str, float], None]
@@ -130,6 +134,24 @@ class Resolver:
                 f"cache, less than one block of {per_block / 2**20:.2f} MiB; try a larger share or a smaller model"
             )
         return int(blocks)
+
+    def num_host_blocks(self, kv: KVCache) -> int:
+        """Blocks of main memory for preempted requests: `swap_space`, or a modest share; `ConfigError` for too much."""
+        per_block, free = kv.nbytes // kv.num_blocks, hardware.cpu_info().available_memory_bytes or MAX_SWAP_BYTES
+        if self.config.swap_space is None:
+            wanted = min(kv.nbytes, MAX_SWAP_BYTES, int(SWAP_SHARE * free))
+        else:
+            wanted = int(self.config.swap_space * GIB)
+            if wanted > free:
+                raise ConfigError(
+                    f"swap_space={self.config.swap_space} GiB is more than the {free / GIB:.2f} GiB of main memory "
+                    f"that are free; try {int(free / GIB / 2)}"
+                )
+        blocks = wanted // per_block
+        reason = f"{wanted / GIB:.3g} GiB of swap space hold no block: preempted requests are computed again"
+        if not blocks and (fallback := Fallback("preemption", reason)) not in self.fallbacks:
+            self.fallbacks.append(fallback)
+        return blocks
 
     def _memory_budget(self, resolved: Optimizations, current: PoolInForce | None) -> int:
         """Bytes for the KV pool: what is free now, less what is still to come and what must stay free."""

@@ -11,9 +11,10 @@ import heapq
 from typing import Any
 
 from strata_lab.admission import Admission, FirstComeFirstServed, MixedPrefill, PrefillPolicy, QueueOrder, Seniority
-from strata_lab.batch import ScheduledBatch
+from strata_lab.batch import Pairs, ScheduledBatch
 from strata_lab.block_manager import BlockManager
 from strata_lab.capacity import why_never_fits
+from strata_lab.preemption import Preemption, Recompute
 from strata_lab.request import Request, RequestState
 from strata_lab.sampling_params import RequestError
 from strata_lab.settings import ConfigError, check_names, check_whole
@@ -41,6 +42,8 @@ class Roster:
         num_preemptions: evictions so far.
         num_recomputed_tokens: computed tokens that evictions threw away, to be computed again unless the prefix cache
             still has them.
+        num_swapped_out, num_swapped_in: blocks copied to host memory and back.
+        preemption: what becomes of the blocks of a preempted request.
     """
 
     max_num_seqs: int
@@ -52,20 +55,25 @@ class Roster:
     lookahead: int
     admission: Admission
     prefill: PrefillPolicy
+    preemption: Preemption
 
     def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int,
                  max_model_len: int, admission: Admission, max_waiting: int = MAX_WAITING,
                  max_waiting_tokens: int = MAX_WAITING_TOKENS, max_passes: int = 0, lookahead: int = 0,
-                 prefill: PrefillPolicy | None = None, order: QueueOrder | None = None) -> None:  # fmt: skip
+                 prefill: PrefillPolicy | None = None, order: QueueOrder | None = None,
+                 preemption: Preemption | None = None) -> None:  # fmt: skip
         self.blocks = block_manager
         self.waiting = WaitingQueue(order or FirstComeFirstServed())
         self.running: list[Request] = []
         self.num_preemptions = self.num_recomputed_tokens = self._num_added = 0
+        self.num_swapped_out = self.num_swapped_in = 0
+        self.preemption = preemption or Recompute()
         self._requests: dict[str, Request] = {}
         self._seniority: dict[str, Seniority] = {}
         self._deadlines: list[tuple[float, int, str]] = []  # a heap; entries of requests that have ended stay a while
         self._held: set[str] = set()  # computed elsewhere right now
         self._parting: list[str] = []  # ended while held: their blocks are still written to
+        self._copies: dict[str, tuple[int, int]] = {}  # by the fork that needs it; the next step makes them
         self.configure(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
                        max_model_len=max_model_len, max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens,
                        max_passes=max_passes, lookahead=lookahead, admission=admission,
@@ -76,11 +84,14 @@ class Roster:
         """Whether any request is unfinished."""
         return bool(self._requests)
 
-    def configure(self, *, order: QueueOrder | None = None, **changes: Any) -> None:
+    def configure(
+        self, *, order: QueueOrder | None = None, preemption: Preemption | None = None, **changes: Any
+    ) -> None:
         """Change any setting that the constructor takes by name.
 
         In force from the next step; no request is lost. With fewer seats than running requests nobody is admitted
-        until enough have ended. With a budget below the number of decodes they take turns. Raises
+        until enough have ended. With a budget below the number of decodes they take turns. What another `preemption`
+        object kept is computed again. Raises
         `ConfigError`, with nothing changed, for unknown names, bad values, and a `max_model_len` that an unfinished
         request cannot be served under.
         """
@@ -94,6 +105,9 @@ class Roster:
             setattr(self, name, value)
         if order is not None:
             self.waiting.reorder(order)
+        if preemption is not None and preemption is not self.preemption:
+            self.num_recomputed_tokens += self.preemption.clear()
+            self.preemption = preemption
 
     def add(self, request: Request) -> None:
         """Queue a new request.
@@ -101,19 +115,25 @@ class Roster:
         Raises `QueueFull` at the bounds of the queue, and `RequestError` for an id in use, an empty prompt and a
         request that can never be served.
         """
+        self._check_new(request)
+        self.waiting.check_room(request, self.max_waiting, self.max_waiting_tokens)
+        self._register(request)
+        self.waiting.push(request, self._rank(request))
+
+    def _check_new(self, request: Request) -> None:
         if request.request_id in self._requests or request.request_id in self._held:
             raise RequestError(f"request_id={request.request_id!r} is in use; try another, or wait until it has ended")
         if request.num_tokens == 0:
             raise RequestError(f"request {request.request_id!r} has an empty prompt; try at least one token")
         if reason := self.why_never_fits(request):
             raise RequestError(reason)
-        self.waiting.check_room(request, self.max_waiting, self.max_waiting_tokens)
-        self._seniority[request.request_id] = seniority = (-request.priority, self._num_added)
+
+    def _register(self, request: Request) -> None:
+        self._seniority[request.request_id] = (-request.priority, self._num_added)
         self._requests[request.request_id] = request
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, self._num_added, request.request_id))
         self._num_added += 1
-        self.waiting.push(request, seniority)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request in whatever state it is; None if there is no unfinished one of that name."""
@@ -139,6 +159,8 @@ class Roster:
             self._parting.append(request.request_id)
         else:
             self.blocks.free(request.request_id, suspect=reason == "error")
+        self._copies.pop(request.request_id, None)
+        self.preemption.drop(request.request_id)
         del self._requests[request.request_id], self._seniority[request.request_id]
         request.finish(reason, error)
 
@@ -170,8 +192,9 @@ class Roster:
         max_model_len = self.max_model_len if max_model_len is None else max_model_len
         check_whole("max_model_len", max_model_len, *_LIMITS["max_model_len"])
         assert not self._held, self._held
+        self.num_recomputed_tokens += self.preemption.clear()
         for request in list(self.running):
-            self._preempt(request)
+            self._preempt(request, keep=False)
         block_manager.num_asked_tokens += self.blocks.num_asked_tokens  # they count for the life of the engine
         block_manager.num_hit_tokens += self.blocks.num_hit_tokens
         self.blocks, self.max_model_len = block_manager, max_model_len
@@ -181,16 +204,45 @@ class Roster:
         """Why a request can never be served with this pool and `max_model_len` (ours if None); None if it can be."""
         return why_never_fits(request, self.blocks, max_model_len or self.max_model_len)
 
-    def _preempt(self, request: Request) -> None:
-        """Take a running request's blocks; it keeps its tokens and waits."""
+    def _preempt(self, request: Request, *, keep: bool = True) -> None:
+        """Take a running request's blocks; it keeps its tokens and waits.
+
+        With `keep` the `preemption` may copy the blocks first; not what was computed with weights of the past.
+        """
         self.running.remove(request)
-        self.blocks.free(request.request_id)
+        request_id, computed, kept = request.request_id, request.num_computed_tokens, 0
+        if keep and computed and not self.blocks.is_stale(request_id):
+            table = self.blocks.table(request_id)
+            kept = self.preemption.save(request_id, table, computed, self.blocks.block_size)
+        if not kept:
+            self._copies.pop(request_id, None)
+        self.blocks.free(request_id)
         request.move_to(RequestState.PREEMPTED)
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.num_recomputed_tokens += request.num_computed_tokens
+        self.num_recomputed_tokens += computed - kept
         request.num_computed_tokens = 0
         self.waiting.push(request, self._rank(request))
+
+    def _take_moves(self) -> tuple[Pairs, Pairs, Pairs]:
+        """The moves that the step just built needs, as in `ScheduledBatch`."""
+        copies: Pairs = ()
+        if self._copies:
+            copies = list(self._copies.values())
+            self._copies.clear()
+        out, back = self.preemption.take_moves()
+        self.num_swapped_out += len(out)
+        self.num_swapped_in += len(back)
+        return copies, out, back
+
+    def after_failed_moves(self, batch: ScheduledBatch) -> list[Request]:
+        """The running requests whose blocks the moves of a batch did not fill: the caller ends each with an error.
+
+        What host memory was to keep is forgotten, and computed again.
+        """
+        self.num_recomputed_tokens += self.preemption.clear()
+        unfilled = {block for _, block in (*batch.copies, *batch.swap_in)}
+        return [r for r in self.running if not unfilled.isdisjoint(self.blocks.table(r.request_id))]
 
     def _rank(self, request: Request) -> Seniority:
         return self._seniority[request.request_id]

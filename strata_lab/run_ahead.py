@@ -64,6 +64,7 @@ class _Flight:
         requests: by row.
         first: position of each row's token in the first step.
         rows: request to row, by identity.
+        tables: block table of each row; a request that lost its blocks and has others now is another matter.
         table_lengths: blocks of each row that the device knows.
         popped, launched: steps handed out and queued since the beginning.
         started: event before the next unit, for its duration.
@@ -74,6 +75,7 @@ class _Flight:
     requests: list[Request]
     first: list[int]
     rows: dict[int, int]
+    tables: list[list[int]]
     table_lengths: list[int]
     started: Any
     step_ms: float = 0.0
@@ -175,7 +177,9 @@ class RunAhead:
             return False
         for item in batch.items:
             row = flight.rows.get(id(item.request), -1)
-            if row < 0 or item.start != flight.first[row] + flight.popped:
+            if row < 0 or item.block_table is not flight.tables[row]:
+                return False
+            if item.start != flight.first[row] + flight.popped:
                 return False
         return True
 
@@ -262,6 +266,7 @@ class RunAhead:
             requests=[item.request for item in items],
             first=[item.start for item in items],
             rows={id(item.request): row for row, item in enumerate(items)},
+            tables=[item.block_table for item in items],
             table_lengths=[len(item.block_table) for item in items],
             started=started,
         )

@@ -1,4 +1,4 @@
-"""Who computes what in the next step: continuous batching, chunked prefill, priorities, preemption by recompute.
+"""Who computes what in the next step: continuous batching, chunked prefill, priorities, preemption, forks.
 
 A step has a budget of tokens. Requests that decode come first (one token each), then running prompts go on where they
 stopped, then waiting requests are admitted; a prompt larger than the rest of the budget is sliced. A request simply
@@ -24,6 +24,10 @@ When the KV pool is exhausted (reasons and proof of progress: docs/decisions/000
    request, it goes before that one's prompt, and takes its seat and blocks where none are free (decision 0011).
 8. While the first in the queue waits for blocks, up to `max_passes` others of its priority may go before it that fit to
    their very end into what is free: a long request stands aside, and the short ones behind it finish meanwhile.
+9. Blocks that an evicted request had may be kept in host memory by the `preemption` policy. When it is admitted again
+   they are copied back, and count as computed (decision 0012).
+10. A `fork` starts at once behind what its parent has computed, with a seat and blocks for it; else it waits as any
+   other (decision 0012).
 
 Torch-free. It does not sample, does not know what ends a text, and does not touch device memory.
 """
@@ -113,7 +117,9 @@ class Scheduler(Roster):
         if self.lookahead and not num_prefill_tokens:
             for item in step.items.values():
                 self._reserve(item)
-        return ScheduledBatch(list(step.items.values()), step.preempted, num_decode_tokens, num_prefill_tokens)
+        copies, out, back = self._take_moves()
+        items = list(step.items.values())
+        return ScheduledBatch(items, step.preempted, num_decode_tokens, num_prefill_tokens, copies, out, back)
 
     def _serve_decodes(self, decodes: list[Request], step: _Step) -> int:
         """Serve them first in a step; how many got a place."""
@@ -227,10 +233,70 @@ class Scheduler(Roster):
         request.move_to(RequestState.RUNNING)
         insort(self.running, request, key=self._rank)
         num_cached = self.blocks.attach(request.request_id, request.token_ids)
-        request.num_computed_tokens = num_cached
-        if not request.num_preemptions:
+        if request.num_preemptions:
+            num_cached = self._bring_back(request, num_cached)
+        else:
             request.num_cached_tokens = num_cached
+        request.num_computed_tokens = num_cached
         self._serve(request, step)
+
+    def _bring_back(self, request: Request, num_cached: int) -> int:
+        """Rule 9, for a request whose first `num_cached` tokens the pool has; how many it has then."""
+        request_id = request.request_id
+        kept = self.preemption.saved(request_id)
+        if kept <= num_cached:
+            self.preemption.drop(request_id)
+            return num_cached
+        table = self.blocks.grow(request_id, kept)
+        self.preemption.load(request_id, table, num_cached // self.blocks.block_size)
+        return kept
+
+    def fork(self, parent: Request, child: Request) -> int:
+        """Take a new request that goes on from what a running one has computed (rule 10).
+
+        The two share all blocks that are full; a block that both would write is copied for the child before the next
+        step. The bounds of the queue are not asked: who wants `n` answers asks for its first.
+
+        Args:
+            parent: in whatever state; it is left as it is.
+            child: new. As many tokens as it has in common with its parent are shared, but never its last one, which
+                must be computed for its logits.
+
+        Returns:
+            How many tokens it need not compute; 0 where it waits for a seat or for blocks. What the prefix cache has by
+            then is counted when it is admitted.
+
+        Raises:
+            RequestError: its name is in use, it is empty, or it can never be served. Nothing has changed.
+        """
+        self._check_new(child)
+        self._register(child)
+        shared = self._num_shared(parent, child)
+        num_full = shared // self.blocks.block_size
+        demand = self._demand(child, GROWTH_BLOCKS, num_full)
+        if not shared or len(self.running) >= self.max_num_seqs or demand > self._spare(GROWTH_BLOCKS):
+            self.waiting.push(child, self._rank(child))
+            return 0
+        child.move_to(RequestState.RUNNING)
+        insort(self.running, child, key=self._rank)
+        self.blocks.fork(parent.request_id, child.request_id, self.blocks.blocks_for(shared))
+        if shared % self.blocks.block_size and (pair := self.blocks.writable(child.request_id, shared)):
+            pending = {new: old for old, new in self._copies.values()}  # a copy of a copy that has yet to be made
+            self._copies[child.request_id] = pending.get(pair[0], pair[0]), pair[1]
+        child.num_computed_tokens = shared
+        child.num_cached_tokens = min(shared, child.num_prompt_tokens)
+        return shared
+
+    def _num_shared(self, parent: Request, child: Request) -> int:
+        """Tokens of a new child that a parent has computed for it."""
+        if parent.state is not RequestState.RUNNING:
+            return 0
+        most = min(parent.num_computed_tokens, child.num_tokens - 1)
+        if parent.token_ids[:most] != child.token_ids[:most]:
+            most = next(i for i in range(most) if parent.token_ids[i] != child.token_ids[i])
+        if parent.request_id in self._held:  # its last block is being written
+            most -= most % self.blocks.block_size
+        return most
 
     def _spare(self, growth: int) -> int:
         """Free blocks that those who run will not take."""

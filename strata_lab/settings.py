@@ -104,3 +104,10 @@ def check_whole(name: str, value: Any, minimum: int, example: int) -> None:
     """Raise `ConfigError` unless `value` is a whole number of at least `minimum`; `example` is one that works."""
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise ConfigError(f"{name}={value!r} must be a whole number of at least {minimum}; try {example}")
+
+
+def check_size(name: str, value: Any) -> None:
+    """Raise `ConfigError` unless `value` is a number of GiB, 0 or more."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0:
+        raise ConfigError(f"{name}={value!r} must be a number of GiB, at least 0; try 4")

@@ -36,6 +36,8 @@ class EngineStats:
             a prefix cache, and those that it held.
         kv_fragmentation: share of the slots in used blocks that hold no token.
         num_waiting_tokens: tokens of the requests that wait.
+        num_swapped_out, num_swapped_in: KV blocks copied to host memory and back, since the engine was made.
+        swap_blocks_used, swap_blocks_total, swap_bytes: of the host memory for blocks of preempted requests.
     """
 
     num_running: int
@@ -57,6 +59,16 @@ class EngineStats:
     prefix_hit_tokens: int
     kv_fragmentation: float
     num_waiting_tokens: int
+    num_swapped_out: int
+    num_swapped_in: int
+    swap_blocks_used: int
+    swap_blocks_total: int
+    swap_bytes: int
+
+    @property
+    def kv_utilization(self) -> float:
+        """Used blocks over all blocks of the pool, 0.0 to 1.0."""
+        return self.kv_blocks_used / self.kv_blocks_total
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -87,6 +99,11 @@ class EngineStats:
             prefix_hit_tokens=blocks.num_hit_tokens,
             kv_fragmentation=blocks.fragmentation({r.request_id: r.num_computed_tokens for r in scheduler.running}),
             num_waiting_tokens=scheduler.waiting.num_tokens,
+            num_swapped_out=scheduler.num_swapped_out,
+            num_swapped_in=scheduler.num_swapped_in,
+            swap_blocks_used=scheduler.preemption.num_used,
+            swap_blocks_total=scheduler.preemption.num_blocks,
+            swap_bytes=parts.host_blocks.nbytes,
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from strata_lab.admission import ContinuousAdmission
 from strata_lab.batch import ScheduledBatch
 from strata_lab.block_manager import BlockManager
+from strata_lab.preemption import SwapToHost
 from strata_lab.prefix_cache import PrefixCache
 from strata_lab.request import Request
 from strata_lab.sampling_params import SamplingParams
@@ -46,6 +47,7 @@ class FakeModel:
     def reset(self) -> None:
         blocks = self.scheduler.blocks
         self.kv = [[POISON] * blocks.block_size for _ in range(blocks.num_blocks)]
+        self.host: dict[int, list[int]] = {}
 
     def step(self) -> ScheduledBatch:
         batch = self.scheduler.schedule()
@@ -53,8 +55,20 @@ class FakeModel:
         self.commit(batch, sampled)
         return batch
 
+    def move(self, batch: ScheduledBatch) -> None:
+        for pairs, source, target in (
+            (batch.copies, self.kv, self.kv), (batch.swap_out, self.kv, self.host), (batch.swap_in, self.host, self.kv)
+        ):  # fmt: skip
+            read = [(new, list(source[old])) for old, new in pairs]  # type: ignore[index]
+            assert len({new for new, _ in read}) == len(read), "written twice"
+            for new, content in read:
+                target[new] = content  # type: ignore[index]
+
     def forward(self, batch: ScheduledBatch) -> dict[str, int]:
         size = self.scheduler.blocks.block_size
+        self.move(batch)
+        if isinstance(self.scheduler.preemption, SwapToHost):
+            self.scheduler.preemption.check()
         owned = {b for r in self.scheduler.running for b in self.scheduler.blocks.table(r.request_id)}
         named = set(self.scheduler.blocks.prefixes.named())
         for block in set(range(len(self.kv))) - owned - named:
