@@ -19,9 +19,10 @@ from strata_lab.admission import (
     StaticAdmission,
 )
 from strata_lab.block_manager import BlockManager
+from strata_lab.preemption import Recompute, SwapToHost
 from strata_lab.prefix_cache import NoPrefixCache, PrefixCache
 from strata_lab.request import Request, RequestState
-from strata_lab.sampling_params import RequestError
+from strata_lab.sampling_params import RequestError, SamplingParams
 from tests.fake_model import make, names, request, undisturbed
 
 
@@ -30,14 +31,16 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         num_blocks=st.integers(6, 14), budget=st.integers(1, 20), seats=st.integers(1, 6), growth=st.integers(0, 2),
-        cached=st.booleans(),
+        cached=st.booleans(), swap=st.sampled_from([None, 2, 7, 40]),
     )  # fmt: skip
-    def start(self, num_blocks: int, budget: int, seats: int, growth: int, cached: bool) -> None:
+    def start(
+        self, num_blocks: int, budget: int, seats: int, growth: int, cached: bool, swap: int | None
+    ) -> None:  # fmt: skip
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(scheduler_module, "GROWTH_BLOCKS", growth)  # the laws hold for any; 0 evicts the most
         self.scheduler, self.model = make(
             num_blocks, 3, max_num_batched_tokens=budget, max_num_seqs=seats, max_model_len=40, max_waiting=8,
-            cached=cached,
+            cached=cached, preemption=preemption(swap),
         )  # fmt: skip
         self.added: list[Request] = []
 
@@ -74,7 +77,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert bool(batch.items) == work
             assert batch.num_tokens == sum(i.num_tokens for i in batch.items) <= self.scheduler.max_num_batched_tokens
             assert len(self.scheduler.running) <= max(self.scheduler.max_num_seqs, running_before)
-            assert not {r.request_id for r in batch.preempted} & set(names(batch.items))
+            if fcfs:  # who is displaced with others that share its blocks may find room again
+                assert not {r.request_id for r in batch.preempted} & set(names(batch.items))
             assert most_senior not in batch.preempted or (not fcfs and most_senior.priority < highest)
             if (static and running_before) or (batch.preempted and fcfs):
                 assert len(self.scheduler.running) == running_before - len(batch.preempted)
@@ -86,6 +90,44 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.model.commit(batch, self.model.forward(batch))
             for r in self.added:
                 assert r.output_token_ids[: len(outputs[r.request_id])] == outputs[r.request_id]
+
+    @precondition(lambda self: self.added)
+    @rule(data=st.data(), same=st.integers(0, 30), own=st.integers(0, 4), max_tokens=st.integers(1, 12))
+    def fork(self, data: st.DataObject, same: int, own: int, max_tokens: int) -> None:
+        parent = data.draw(st.sampled_from(self.added))
+        tokens = [*parent.token_ids[:same], *range(own)] or [1]
+        params = SamplingParams(max_tokens=max_tokens)
+        child = Request(f"r{len(self.added)}", tokens, params, priority=parent.priority, arrival_s=self.model.now_s)
+        if self.scheduler.why_never_fits(child):
+            with pytest.raises(RequestError):
+                self.scheduler.fork(parent, child)
+            return
+        free, seats = self.scheduler.blocks.num_free, len(self.scheduler.running)
+        shared = self.scheduler.fork(parent, child)
+        self.added.append(child)
+        assert shared == child.num_computed_tokens < child.num_tokens
+        assert (child.state is RequestState.RUNNING) == (shared > 0) == (len(self.scheduler.running) > seats)
+        assert free - self.scheduler.blocks.num_free == (shared % 3 > 0)
+        assert tokens[:shared] == parent.token_ids[:shared]
+
+    @rule(swap=st.sampled_from([None, 2, 7, 40]))
+    def switch_preemption(self, swap: int | None) -> None:
+        self.scheduler.configure(preemption=preemption(swap))
+        self.model.host.clear()
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(mid_way=st.booleans())
+    def a_held_batch_goes_beside_the_steps(self, mid_way: bool) -> None:
+        batch = self.scheduler.schedule()
+        sampled = self.model.forward(batch)
+        self.scheduler.hold(batch)
+        beside = self.scheduler.schedule(decodes_only=True)
+        assert not set(names(beside.items)) & set(names(batch.items))
+        self.model.commit(beside, self.model.forward(beside))
+        if mid_way:
+            self.scheduler.abort(batch.items[0].request.request_id)
+        self.scheduler.release(batch)
+        self.model.commit(batch, sampled)
 
     @precondition(lambda self: self.added)
     @rule(data=st.data())
@@ -133,6 +175,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.model.reset()
 
     @invariant()
+    def host_memory_is_of_those_who_were_preempted(self) -> None:
+        host = self.scheduler.preemption
+        if isinstance(host, SwapToHost):
+            host.check()
+            kept = {r.request_id: host.saved(r.request_id) for r in self.added if host.saved(r.request_id)}
+            preempted = {r.request_id: r for r in self.scheduler.waiting if r.state is RequestState.PREEMPTED}
+            assert kept.keys() <= preempted.keys()
+            assert all(0 < n < preempted[name].num_tokens for name, n in kept.items())
+            assert host.num_used == sum(-(-n // 3) for n in kept.values()) <= host.num_blocks
+
+    @invariant()
     def nothing_is_lost(self) -> None:
         scheduler = self.scheduler
         scheduler.blocks.check()
@@ -174,6 +227,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.model.drain(limit=bound + 1)
             self.nothing_is_lost()
             self.texts_are_undisturbed()
+
+
+def preemption(host_blocks: int | None) -> Recompute | SwapToHost:
+    return Recompute() if host_blocks is None else SwapToHost(host_blocks)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
