@@ -13,15 +13,17 @@ if TYPE_CHECKING:
     from strata_lab.config import EngineConfig, Optimizations
     from strata_lab.engine import LLMEngine
     from strata_lab.sampling_params import SamplingParams
+    from strata_lab.structured_outputs import StructuredOutputs
 
 __version__ = "0.1.0"
-__all__ = ["EngineConfig", "LLMEngine", "Optimizations", "SamplingParams", "__version__"]
+__all__ = ["EngineConfig", "LLMEngine", "Optimizations", "SamplingParams", "StructuredOutputs", "__version__"]
 
 _HOMES = {
     "EngineConfig": "strata_lab.config",
     "LLMEngine": "strata_lab.engine",
     "Optimizations": "strata_lab.config",
-    "SamplingParams": "strata_lab.request",
+    "SamplingParams": "strata_lab.sampling_params",
+    "StructuredOutputs": "strata_lab.structured_outputs",
 }
 
 

@@ -84,17 +84,20 @@ class Detokenizer:
     Attributes:
         stopped: a stop string has been found. The text ends before it, or after it with `include_stop_str_in_output`.
             Of several, the one that is complete first counts (the longer one if two end together), however the text
-            is cut into tokens.
+            is cut into tokens. With `min_tokens` they are looked for in the text of the tokens from there on.
+        stop_string: which one it was.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         self.stopped = False
+        self.stop_string: str | None = None
         self._decoder: _Decoder = (
             _ByteDecoder(tokenizer) if tokenizer.is_byte_level else _WindowDecoder(tokenizer, prompt_token_ids)
         )
         self._skipped = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
         self._stop = params.stop
         self._include_stop = params.include_stop_str_in_output
+        self._not_yet = params.min_tokens - 1  # tokens before the one that may end the text
         self._held = ""  # decoded, but maybe the beginning of a stop string
         self._pieces: list[str] = []
 
@@ -107,9 +110,11 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Take the next output token and return the text that has become certain, often that token's, maybe ""."""
+        early, self._not_yet = self._not_yet > 0, self._not_yet - 1
         if self.stopped or token_id in self._skipped:
             return ""
-        return self._say(self._decoder.push(token_id), final=False)
+        text = self._decoder.push(token_id)
+        return self._give(text) if early else self._say(text, final=False)
 
     def flush(self) -> str:
         """The output has ended: return what was held back. Half a character becomes U+FFFD."""
@@ -119,12 +124,14 @@ class Detokenizer:
 
     def _say(self, new: str, *, final: bool) -> str:
         if not self._stop:
-            certain = new
-        else:
-            buffer = self._held + new
-            certain, self._held = self._cut(buffer)
-            if final and not self.stopped:
-                certain, self._held = buffer, ""
+            return self._give(new)
+        buffer = self._held + new
+        certain, self._held = self._cut(buffer)
+        if final and not self.stopped:
+            certain, self._held = buffer, ""
+        return self._give(certain)
+
+    def _give(self, certain: str) -> str:
         if certain:
             self._pieces.append(certain)
         return certain
@@ -136,6 +143,7 @@ class Detokenizer:
         if ends:
             self.stopped = True
             end, start = min(ends)
+            self.stop_string = next(s for s in self._stop if buffer.startswith(s, start) and start + len(s) == end)
             return buffer[: end if self._include_stop else start], ""
         hold = min(_first_prefix(buffer, s) for s in self._stop)
         return buffer[:hold], buffer[hold:]

@@ -19,16 +19,18 @@ import torch
 from strata_lab.apply import ApplyReport, Fallback, FieldResult, Status
 from strata_lab.build import Builder, changed_fields
 from strata_lab.config import DEFAULT_MODEL, EngineConfig, Optimizations, engine_config, toggles
-from strata_lab.engine_loop import EngineClosedError, EngineLoop
+from strata_lab.desk import EngineClosedError
+from strata_lab.engine_loop import EngineLoop
 from strata_lab.events import EventLog, ProgressEvent, StateEvent, StepEvent, TokenEvent
 from strata_lab.explain import explain
+from strata_lab.intake import Intake, Prompt
 from strata_lab.kernels import bind
 from strata_lab.prompt_embeds import checked, placeholder_ids
 from strata_lab.request import RequestOutput, check_token_ids
-from strata_lab.sampling_params import RequestError, SamplingParams
+from strata_lab.sampling_params import SamplingParams
 from strata_lab.scheduler import Scheduler
-from strata_lab.session import Intake, Prompt, TokenStream, collect
-from strata_lab.settings import ConfigError
+from strata_lab.session import TokenStream, collect
+from strata_lab.settings import ConfigError, RequestError
 from strata_lab.stats import EngineStats
 from strata_lab.telemetry.ceilings import Ceilings
 from strata_lab.weight_exchange import exchange, room_for
@@ -221,7 +223,16 @@ class LLMEngine:
         return self.generate([list(messages)], sampling_params)[0]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> TokenStream:
-        """Tokens of one request as they come. Closing the iterator aborts the request."""
+        """Tokens of one request as they come. Closing the iterator aborts the request.
+
+        With n texts their events come mixed, each with its `choice`, and the last event of each has a
+        `finish_reason`. Raises `RequestError` for more texts than are kept: which are best is known at the end.
+        """
+        if sampling_params is not None and sampling_params.num_choices > sampling_params.n:
+            raise RequestError(
+                f"best_of={sampling_params.best_of} with n={sampling_params.n} cannot be streamed; use generate(), or "
+                f"best_of={sampling_params.n}"
+            )
         self.start()
         request_id = self.add_request(prompt, sampling_params)
         return TokenStream(self._loop.session(request_id), lambda: self._loop.forget(request_id))

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 
 from strata_lab.block_manager import BlockManager
 from strata_lab.build import Parts, changed_fields
+from strata_lab.desk import Desk, EngineClosedError
 from strata_lab.events import EventLog, SettingEvent, StateEvent, StepEvent, TokenEvent
 from strata_lab.model_config import ModelConfig
 from strata_lab.prefill_lane import PrefillLane
@@ -21,19 +20,12 @@ from strata_lab.request import Request
 from strata_lab.runner import StepResult
 from strata_lab.sampler import SampledTokens
 from strata_lab.scheduler import ScheduledBatch, Scheduler
-from strata_lab.session import Session
 from strata_lab.snapshot import snapshot
-from strata_lab.stats import EngineStats, StepAccounts
+from strata_lab.stats import EngineStats
 from strata_lab.telemetry.governor import Governor
 
-MAX_KEPT_OUTPUTS = 1024  # finished requests whose output nobody has fetched
 
-
-class EngineClosedError(RuntimeError):
-    """The engine was closed; make a new one."""
-
-
-class EngineLoop:
+class EngineLoop(Desk):
     """Owns the scheduler, the sessions and the thread.
 
     Args:
@@ -44,56 +36,10 @@ class EngineLoop:
     """
 
     def __init__(self, parts: Parts, scheduler: Scheduler, config: ModelConfig, events: EventLog) -> None:
-        self.parts, self.scheduler, self.config, self.events = parts, scheduler, config, events
-        self.closed = False
-        self._lock = threading.RLock()  # scheduler and sessions
-        self._wake = threading.Condition(self._lock)
-        self._swaps: deque[tuple[Callable[[], None], Future[None]]] = deque()
-        self._sessions: dict[str, Session] = {}
-        self._thread: threading.Thread | None = None
-        self._stopping = False
-        self._accounts = StepAccounts(config)
+        super().__init__(scheduler, config, events)
+        self.parts = parts
 
     # -- called by any thread -----------------------------------------------------------------------------------
-
-    def add(self, session: Session) -> None:
-        """Queue a request; raises `RequestError` if it cannot be taken."""
-        with self._wake:
-            self.check_open()
-            session.check_new(self._sessions)
-            self.scheduler.add(session.request)
-            self._sessions[session.request.request_id] = session
-            self._drop_old_outputs()
-            self._wake.notify_all()
-
-    def abort(self, request_id: str) -> bool:
-        """End a request now, in any state. False if it is unknown or has ended."""
-        with self._lock:
-            session = self._sessions.get(request_id)
-            if session is None or session.request.finished:
-                return False
-            self.scheduler.abort(request_id)
-            session.end()
-            return True
-
-    def session(self, request_id: str) -> Session:
-        """A known request; raises `KeyError` otherwise."""
-        with self._lock:
-            if request_id not in self._sessions:
-                raise KeyError(f"no request {request_id!r}; its output may have been fetched already")
-            return self._sessions[request_id]
-
-    def forget(self, request_id: str) -> None:
-        """Drop a request's output; an unfinished one is aborted."""
-        with self._lock:
-            self.abort(request_id)
-            self._sessions.pop(request_id, None)
-
-    def _drop_old_outputs(self) -> None:
-        if len(self._sessions) > 2 * MAX_KEPT_OUTPUTS:  # amortized: a sweep per MAX_KEPT_OUTPUTS requests
-            done = [i for i, s in self._sessions.items() if s.request.finished and not s.followed]
-            for request_id in done[:-MAX_KEPT_OUTPUTS]:
-                del self._sessions[request_id]
 
     def swap(self, parts: Parts, new_blocks: Callable[[Parts], BlockManager], build_ms: float) -> float:
         """Put new parts in force between two steps and wait for it; returns the standstill in milliseconds.
@@ -108,18 +54,6 @@ class EngineLoop:
 
         self.between_steps(change)
         return took_ms
-
-    def between_steps(self, change: Callable[[], None]) -> None:
-        """Run `change` where no step is in flight, and wait for it; its exceptions come out here."""
-        done: Future[None] = Future()
-        with self._wake:
-            self.check_open()
-            if self._thread is None:
-                change()
-                return
-            self._swaps.append((change, done))
-            self._wake.notify_all()
-        done.result()
 
     def stats(self) -> EngineStats:
         """Counters and memory, as of now."""
@@ -169,7 +103,7 @@ class EngineLoop:
             return self._land(lane)
         with self._lock:
             for request in self.scheduler.expire(start):
-                self._sessions[request.request_id].end()
+                self._end(self._sessions[request.request_id])
             batch = self.scheduler.schedule(decodes_only=lane is not None and lane.busy)
             if not self._moved(batch):
                 return None
@@ -217,11 +151,16 @@ class EngineLoop:
     def _deliver(self, batch: ScheduledBatch, result: StepResult, times: tuple[float, float, float]) -> StepEvent:
         """Book a computed batch and hand its tokens out."""
         with self._lock:
+            for request, entries in result.prompt_logprobs:
+                request.prompt_logprobs += entries
             tokens = self._commit(batch, result.tokens, times[2])
             event = self._accounts.book(batch, tokens, result, times, self.parts, self.scheduler)
             self.events.append(event)  # before the tokens go out: who has the last token can see its step
             for token in tokens:
-                self._sessions[token.request_id].deliver(token)
+                session = self._sessions[token.request_id]
+                if token.finish_reason is not None:
+                    self.events.append(self._accounts.book_end(session.request))
+                session.deliver(token)
         return event
 
     def _commit(self, batch: ScheduledBatch, sampled: SampledTokens, now_s: float) -> tuple[TokenEvent, ...]:
@@ -235,6 +174,8 @@ class EngineLoop:
             if request.request_id in ended:
                 continue
             session = self._sessions[request.request_id]
+            for other in session.take_not_begun():  # the prompt is computed, and still there
+                self.scheduler.fork(request, other.request)
             event = session.accept(token_id, logprobs, error, now_s, self.scheduler.max_model_len)
             if event.finish_reason is not None:
                 self.scheduler.finish(request, event.finish_reason, event.error)
@@ -247,7 +188,7 @@ class EngineLoop:
             for request in requests:
                 if not request.finished:
                     self.scheduler.finish(request, "error", message)
-                    self._sessions[request.request_id].end()
+                    self._end(self._sessions[request.request_id])
 
     def settle(self) -> None:
         """Wait for what was queued ahead of the host, and for the prompt lane."""
@@ -278,7 +219,7 @@ class EngineLoop:
         if new_pool:
             for request in self.scheduler.reset_blocks(new_blocks(parts), **limits):
                 self.scheduler.finish(request, "error", self.scheduler.why_never_fits(request))
-                self._sessions[request.request_id].end()
+                self._end(self._sessions[request.request_id])
         elif parts.prefixes is not before.prefixes:
             if parts.weights is not before.weights:
                 self.scheduler.blocks.drop_prefixes()  # also what requests that go on have computed with the old ones
@@ -315,15 +256,6 @@ class EngineLoop:
                 self._run_swaps()
             self.parts.governor.run(self.step)
 
-    def _run_swaps(self) -> None:
-        while self._swaps:
-            change, done = self._swaps.popleft()
-            try:
-                change()
-                done.set_result(None)
-            except Exception as error:  # belongs to the caller of `between_steps`
-                done.set_exception(error)
-
     def close(self) -> None:
         """Stop the thread and end all requests. Safe to repeat."""
         with self._wake:
@@ -343,8 +275,3 @@ class EngineLoop:
             for request_id in list(self._sessions):
                 self.abort(request_id)
         self.parts.governor.join()
-
-    def check_open(self) -> None:
-        """Raise `EngineClosedError` after `close`."""
-        if self.closed or self._stopping:
-            raise EngineClosedError("this engine was closed; make a new one with LLMEngine(...)")

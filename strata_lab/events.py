@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
 EVENT_CAPACITY = 8192  # about a minute of steps at 130 steps/s
 
 
@@ -26,6 +27,7 @@ class TokenEvent:
         finish_reason: "stop", "length", "abort", "timeout" or "error" on the last event, else None.
         error: what went wrong, when `finish_reason` is "error".
         drafted: whether a drafter had proposed it.
+        choice: which of the texts of its prompt it belongs to (`SamplingParams.n`).
     """
 
     request_id: str
@@ -35,6 +37,7 @@ class TokenEvent:
     finish_reason: str | None = None
     error: str | None = None
     drafted: bool = False
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +267,33 @@ class SentEvent:
     prompt: str
 
 
-Event = StepEvent | SettingEvent | ProgressEvent | HardwareEvent | GovernorEvent | StateEvent | SentEvent
+@dataclass(frozen=True, slots=True)
+class RequestEvent:
+    """A request has ended, well or not.
+
+    Attributes:
+        t_s: `time.perf_counter()` when that was booked, seconds.
+        request_id: whose end it is.
+        finish_reason: "stop", "length", "abort", "timeout" or "error".
+        num_prompt_tokens, num_output_tokens: given and generated.
+        num_cached_tokens: of the prompt, found in the prefix cache.
+        num_preemptions: how often it lost its blocks.
+        ttft_ms: arrival to first token; None where it never had one.
+        e2e_ms: arrival to its end.
+    """
+
+    t_s: float
+    request_id: str
+    finish_reason: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    ttft_ms: float | None
+    e2e_ms: float
+
+
+Event = StepEvent | SettingEvent | ProgressEvent | RequestEvent | HardwareEvent | GovernorEvent | StateEvent | SentEvent
 
 
 @dataclass

@@ -66,7 +66,12 @@ class Request:
     num_passed: int = 0  # shorter requests that went before it because it did not fit yet
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when it was first admitted
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the tokens after the first, so far
+    stop_ids: frozenset[int] = frozenset()  # tokens that end it
+    bad_words: tuple[tuple[int, ...], ...] = ()  # as tokens
+    grammar: Any = None  # compiled (`grammar.py`); None: any text
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     error: str | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -111,6 +116,12 @@ class Request:
         return self.num_output_tokens > 0 and self.num_uncomputed_tokens == 1
 
     @property
+    def wants_prompt_rows(self) -> bool:
+        """Whether logits of prompt tokens are asked for and not all there yet: nothing of it may be skipped."""
+        wanted = self.params.prompt_logprobs is not None
+        return wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids) - 1
+
+    @property
     def finished(self) -> bool:
         """Whether it has ended, well or not."""
         return self.state is RequestState.FINISHED
@@ -151,6 +162,10 @@ class RequestOutput:
         tpot_ms: mean milliseconds per output token after the first; None with fewer than two.
         e2e_ms: arrival to last token, milliseconds; None before the first token.
         num_cached_tokens: tokens of the prompt that the prefix cache held, so that they were not computed.
+        index: which of the texts of its prompt this is.
+        stop_reason: the stop string or stop token id that ended it; None for the model's own end token and other ends.
+        prompt_logprobs: one entry per prompt token when asked for, the first one None; else empty.
+        others: the other texts of the prompt, with `n` or `best_of`.
     """
 
     request_id: str
@@ -165,9 +180,23 @@ class RequestOutput:
     tpot_ms: float | None = None
     e2e_ms: float | None = None
     num_cached_tokens: int = 0
+    index: int = 0
+    stop_reason: int | str | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    others: tuple[RequestOutput, ...] = ()
+
+    @property
+    def outputs(self) -> tuple[RequestOutput, ...]:
+        """All texts of the prompt, this one first."""
+        return (self, *self.others)
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the tokens' log probabilities; None where they were not asked for."""
+        return sum(entry.logprob for entry in self.logprobs) if self.logprobs else None
 
     @classmethod
-    def of(cls, request: Request, prompt: str, text: str) -> RequestOutput:
+    def of(cls, request: Request, prompt: str, text: str, index: int = 0) -> RequestOutput:
         """Snapshot of a request with its text."""
         n, first, last = request.num_output_tokens, request.first_token_s, request.last_token_s
         return cls(
@@ -183,6 +212,9 @@ class RequestOutput:
             tpot_ms=None if n < 2 or first is None or last is None else (last - first) * 1e3 / (n - 1),
             e2e_ms=None if last is None else (last - request.arrival_s) * 1e3,
             num_cached_tokens=request.num_cached_tokens,
+            index=index,
+            stop_reason=request.stop_reason,
+            prompt_logprobs=(None, *request.prompt_logprobs) if request.params.prompt_logprobs is not None else (),
         )
 
 

@@ -7,18 +7,21 @@ The runner owns no policy: the scheduler says what to compute, a `Step` computes
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from strata_lab.batch import ScheduledBatch, ScheduledRequest
 from strata_lab.kv_cache import KVCache
 from strata_lab.layers.attention import StepContext
 from strata_lab.models.base import CausalLM
 from strata_lab.prompt_embeds import EmbeddedRows
+from strata_lab.prompt_rows import prompt_rows, wanted_in
+from strata_lab.request import Request, TokenLogprobs
 from strata_lab.sampler import SampledTokens, Sampler
-from strata_lab.scheduler import ScheduledBatch
 
 
 @dataclass(frozen=True)
@@ -140,11 +143,15 @@ class EagerStep:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Tokens of a step and where the time went, host clock, milliseconds."""
+    """Tokens of a step and where the time went, host clock, milliseconds.
+
+    `prompt_logprobs`: what it found out about prompts, where that was asked for (`prompt_rows.py`).
+    """
 
     tokens: SampledTokens
     forward_ms: float
     sample_ms: float
+    prompt_logprobs: Sequence[tuple[Request, list[TokenLogprobs]]] = ()
 
 
 class Runner:
@@ -164,8 +171,19 @@ class Runner:
     def run(self, batch: ScheduledBatch) -> StepResult:
         """Compute the batch; the tokens are those of the items that sample, in the batch's order."""
         start = time.perf_counter()
+        found: Sequence[tuple[Request, list[TokenLogprobs]]] = ()
+        if batch.num_prefill_tokens and wanted_in(batch):
+            rows = prompt_rows(batch, self._every_row)
+            batch, found = rows.rest, rows.found
+            if not batch.items:
+                return StepResult(SampledTokens([], [], []), (time.perf_counter() - start) * 1e3, 0.0, found)
         logits = self.step(StepInputs.of(batch, self.block_size, self.device))
         middle = time.perf_counter()
         tokens = self.sampler.sample(logits, [item.request for item in batch.items if item.samples])
         end = time.perf_counter()
-        return StepResult(tokens, (middle - start) * 1e3, (end - middle) * 1e3)
+        return StepResult(tokens, (middle - start) * 1e3, (end - middle) * 1e3, found)
+
+    def _every_row(self, item: ScheduledRequest) -> Tensor:
+        """Logits of all rows of a slice, [num_tokens, V] float32; valid until the next step."""
+        inputs = StepInputs.of(ScheduledBatch([item], [], 0, item.num_tokens), self.block_size, self.device)
+        return self.step(replace(inputs, sample_rows=torch.arange(item.num_tokens, device=self.device)))

@@ -201,4 +201,4 @@ def _why_no_best(logits: Tensor) -> str:
     num_nan = int(logits.isnan().sum())
     if num_nan:
         return f"the model returned NaN for {num_nan} of {logits.numel()} logits; try fp32 weights and KV cache"
-    return "every logit is -inf, so there is no token to choose; check logit_bias and the model's output"
+    return "every logit is -inf, so there is no token to choose; check logit_bias, bad_words and the model's output"

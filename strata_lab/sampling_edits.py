@@ -1,7 +1,7 @@
-"""Changes to single logits that a request asks for: logit bias, repetition, presence and frequency penalties.
+"""Changes to logits that a request asks for: bias, penalties, tokens that may not come yet or at all, a grammar.
 
-Only the tokens concerned are touched, from a table per request that grows with its tokens; requests that ask for
-nothing cost nothing.
+Only the tokens concerned are touched, from a table per request that grows with its tokens (a grammar touches all:
+`grammar.py`); requests that ask for nothing cost nothing.
 """
 
 from __future__ import annotations
@@ -13,17 +13,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from strata_lab.grammar import GrammarMasks
 from strata_lab.request import Request
 from strata_lab.sampling_params import SamplingParams
 
 
 def edits_logits(params: SamplingParams) -> bool:
-    """Whether `params` asks for a bias or a penalty."""
-    return bool(params.logit_bias) or _counts_tokens(params)
+    """Whether `params` asks for anything that changes logits: such rows are the host sampler's."""
+    bans = params.min_tokens > 0 or bool(params.bad_words) or params.structured_outputs is not None
+    return bans or bool(params.logit_bias) or _counts_tokens(params)
 
 
 def _counts_tokens(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+def banned_tokens(request: Request) -> set[int]:
+    """Tokens that may not come next: ends before `min_tokens`, and the last token of a bad word that has begun."""
+    ended = request.num_output_tokens >= request.params.min_tokens
+    banned = set() if ended else set(request.stop_ids)
+    for word in request.bad_words:
+        *begin, last = word
+        first = request.num_tokens - len(begin)
+        if first >= request.num_prompt_tokens and request.token_ids[first:] == begin:
+            banned.add(last)
+    return banned
 
 
 class TokenTable:
@@ -84,6 +98,7 @@ class LogitEdits:
 
     def __init__(self) -> None:
         self._tables: dict[str, TokenTable] = {}
+        self._grammars = GrammarMasks()
 
     def apply(self, logits: Tensor, requests: Iterable[tuple[int, Request]]) -> tuple[Tensor, dict[int, str]]:
         """Edited copy of `logits` [B, V] float32, and an error text for each row that cannot be served.
@@ -91,7 +106,10 @@ class LogitEdits:
         `requests` are the rows that want edits, with their numbers. Arithmetic is float64, rounded once to float32.
         """
         tables: dict[str, TokenTable] = {}
-        columns, errors = [], {}
+        columns: list[np.ndarray] = []
+        errors: dict[int, str] = {}
+        bans: list[tuple[int, int]] = []
+        structured: list[tuple[int, Request]] = []
         for row, request in requests:
             table = self._tables.get(request.request_id)
             if table is None or table.request is not request:  # new, or an old name used again
@@ -99,6 +117,9 @@ class LogitEdits:
             tables[request.request_id] = table
             table.read_new_tokens()
             columns.append(table.columns(row))
+            bans += [(row, token_id) for token_id in banned_tokens(request) if token_id < logits.shape[1]]
+            if request.grammar is not None:
+                structured.append((row, request))
             if table.error:
                 errors[row] = table.error
         self._tables = tables  # forgets requests that are gone; one that was preempted is read again when it is back
@@ -108,8 +129,12 @@ class LogitEdits:
         value = torch.where(value > 0, value / edits[3], value * edits[3]) - edits[4]
         edited = logits.clone()
         edited[rows, ids] = value.float()
-        return edited, errors
+        if bans:
+            rows, ids = torch.tensor(bans, device=logits.device).unbind(1)
+            edited[rows, ids] = -torch.inf
+        return edited, errors | self._grammars.apply(edited, structured)
 
     def clear(self) -> None:
         """Forget all requests."""
         self._tables = {}
+        self._grammars.clear()

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+from strata_lab.settings import RequestError
+from strata_lab.structured_outputs import StructuredOutputs
+
+__all__ = ["RequestError", "SamplingParams", "StructuredOutputs"]
 
 MAX_LOGPROBS = 20  # OpenAI's limit
 MAX_STOP_STRINGS = 16
-
-
-class RequestError(ValueError):
-    """A request cannot be served as asked. The message names the value, the rule and a value that works."""
+MAX_CHOICES = 128  # OpenAI's limit for `n`
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen and when to stop.
 
-    Order of application: logit_bias, repetition / presence / frequency penalties, temperature, top_k, top_p, min_p.
+    Order of application: logit_bias, repetition / presence / frequency penalties, min_tokens and bad_words,
+    structured_outputs, temperature, top_k, top_p, min_p. Names are vLLM's.
 
     Attributes:
         temperature: 0 is greedy.
@@ -40,6 +43,17 @@ class SamplingParams:
             None returns none. They are of the distribution before temperature and filters.
         include_stop_str_in_output: keep the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
+        n: how many texts to generate for the prompt, which is computed once. Text i has a seed of its own, made of
+            `seed` and i; text 0 has `seed` itself, and is what n=1 gives.
+        best_of: generate that many, and keep the n with the highest mean log probability of their tokens, best first.
+        min_tokens: before that many tokens nothing ends the text: end tokens are not chosen, and stop strings that
+            begin before are not looked for.
+        bad_words: texts that are not generated: the last token of each is not chosen after its first ones, for the
+            tokens that the tokenizer makes of it with and without a space before. The same letters in other tokens
+            are not seen.
+        prompt_logprobs: as `logprobs`, for the tokens of the prompt after the first.
+        structured_outputs: what shape the text must have (`StructuredOutputs`, or its fields as a mapping). A text
+            that `max_tokens` ends ("length") may be unfinished.
         timeout_s: seconds after which the request ends, wherever it is, with what it has; None waits for ever.
     """
 
@@ -59,20 +73,29 @@ class SamplingParams:
     logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    n: int = 1
+    best_of: int | None = None
+    min_tokens: int = 0
+    bad_words: tuple[str, ...] = ()
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "bad_words"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, (getattr(self, name),))
         for name, kind, example in (
             ("stop", Iterable, "()"),
             ("stop_token_ids", Iterable, "()"),
+            ("bad_words", Iterable, "()"),
             ("logit_bias", Mapping, "{}"),
         ):
             if not isinstance(getattr(self, name), kind):
                 raise RequestError(f"{name}={getattr(self, name)!r} must be a collection; try {example} for none")
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "bad_words", tuple(self.bad_words))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         _bounded("temperature", self.temperature, 0.0, 100.0, "0 for greedy, or 0.7")
         _bounded("top_p", self.top_p, 0.0, 1.0, "0.9, or 1 for off", open_low=True)
@@ -82,8 +105,10 @@ class SamplingParams:
         _bounded("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "0")
         _whole("top_k", self.top_k, 0, None, "40, or 0 for off")
         _whole("max_tokens", self.max_tokens, 1, None, "256")
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, "5, or None for off")
+        _whole("min_tokens", self.min_tokens, 0, self.max_tokens, "0 for off")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, MAX_LOGPROBS, "5, or None for off")
         if self.timeout_s is not None:
             _bounded("timeout_s", self.timeout_s, 0.0, 1e9, "30, or None for no limit", open_low=True)
         if self.seed is not None:
@@ -92,11 +117,50 @@ class SamplingParams:
             raise RequestError(
                 f"stop={self.stop!r} must be at most {MAX_STOP_STRINGS} non-empty strings; try ('\\n\\n',)"
             )
+        if any(not isinstance(word, str) or not word.strip() for word in self.bad_words):
+            raise RequestError(f"bad_words={self.bad_words!r} must be texts that are not blank; try ('damn',)")
+        self._check_choices()
+        self._check_structured()
         for token_id in self.stop_token_ids:
             _whole("stop_token_ids", token_id, 0, None, "the model's end token, or ()")
         for token_id, bias in self.logit_bias.items():
             _whole("logit_bias key", token_id, 0, None, "a token id such as 42")
             _bounded("logit_bias value", bias, -100.0, 100.0, "-100 to forbid, 5 to favour")
+
+    def _check_choices(self) -> None:
+        _whole("n", self.n, 1, MAX_CHOICES, "1")
+        if self.best_of is not None:
+            _whole("best_of", self.best_of, self.n, MAX_CHOICES, f"{self.n}, or None for off")
+        if self.num_choices > 1 and self.greedy:
+            name = "n" if self.n > 1 else "best_of"
+            raise RequestError(
+                f"{name}={self.num_choices} with temperature=0 would give the same text {self.num_choices} times; "
+                "try temperature=0.7, or n=1"
+            )
+
+    def _check_structured(self) -> None:
+        wish = self.structured_outputs
+        if wish is None:
+            return
+        if isinstance(wish, Mapping):
+            names = {f.name for f in fields(StructuredOutputs)}
+            if unknown := wish.keys() - names:
+                raise RequestError(
+                    f"structured_outputs has the unknown key {min(unknown)!r}; try one of {', '.join(sorted(names))}"
+                )
+            object.__setattr__(self, "structured_outputs", StructuredOutputs(**wish))
+        elif not isinstance(wish, StructuredOutputs):
+            raise RequestError(
+                f"structured_outputs={wish!r} must be StructuredOutputs(...); try {{'json_object': True}}"
+            )
+        if self.ignore_eos or self.min_tokens:
+            name = "ignore_eos=True" if self.ignore_eos else f"min_tokens={self.min_tokens}"
+            raise RequestError(f"{name} does not go with structured_outputs, which say when a text ends; leave it out")
+
+    @property
+    def num_choices(self) -> int:
+        """Texts that are generated."""
+        return self.best_of or self.n
 
     @property
     def greedy(self) -> bool:

@@ -32,6 +32,14 @@ def seed_keys(seeds: Sequence[int]) -> np.ndarray:
     return splitmix64(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64) + _INCREMENT)
 
 
+def child_seed(seed: int, index: int) -> int:
+    """Seed of text `index` of several of one prompt: `seed` itself for the first, 63 bits."""
+    if index == 0:
+        return seed
+    start = np.array([seed % 2**64], dtype=np.uint64) + np.array([index], dtype=np.uint64) * _INCREMENT
+    return int(splitmix64(splitmix64(start))[0] >> np.uint64(1))
+
+
 def uniforms(keys: np.ndarray, positions: Sequence[int]) -> np.ndarray:
     """One number in [0, 1) for each key of `seed_keys` and output position >= 0, float64 [n]."""
     counters = keys + (np.array(positions, dtype=np.uint64) + np.uint64(1)) * _INCREMENT

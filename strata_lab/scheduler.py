@@ -232,7 +232,8 @@ class Scheduler(Roster):
         self.waiting.remove(request)
         request.move_to(RequestState.RUNNING)
         insort(self.running, request, key=self._rank)
-        num_cached = self.blocks.attach(request.request_id, request.token_ids)
+        # Where logits of the prompt are wanted, none of it may be skipped.
+        num_cached = 0 if request.wants_prompt_rows else self.blocks.attach(request.request_id, request.token_ids)
         if request.num_preemptions:
             num_cached = self._bring_back(request, num_cached)
         else:
@@ -311,7 +312,8 @@ class Scheduler(Roster):
 
     def _demand_of_waiting(self, request: Request, growth: int) -> int:
         """`_demand` of one that waits: blocks which somebody holds now cost it nothing, idle ones are taken."""
-        return self._demand(request, growth, self.blocks.num_shared(request.request_id, request.token_ids))
+        skips = not request.wants_prompt_rows
+        return self._demand(request, growth, self.blocks.num_shared(request.request_id, request.token_ids) * skips)
 
 
 def _dearness(request: Request) -> tuple[int, bool, int]:

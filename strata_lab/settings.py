@@ -1,4 +1,4 @@
-"""What a setting is: its legal values, how they are checked, what the error says. Which there are: `config.py`."""
+"""What a setting is: its legal values, how they are checked, what the errors say. Which there are: `config.py`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from typing import Any, Literal
 
 class ConfigError(ValueError):
     """A setting is wrong. The message names the value, the rule and a value that works."""
+
+
+class RequestError(ValueError):
+    """A request cannot be served as asked. The message names the value, the rule and a value that works."""
 
 
 @dataclass(frozen=True)

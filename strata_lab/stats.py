@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from strata_lab.events import StepEvent, TokenEvent
+from strata_lab.events import RequestEvent, StepEvent, TokenEvent
 
 if TYPE_CHECKING:
-    from strata_lab.batch import ScheduledBatch
+    from strata_lab.batch import ScheduledBatch, ScheduledRequest
     from strata_lab.build import Parts
     from strata_lab.model_config import ModelConfig
+    from strata_lab.request import Request
     from strata_lab.runner import StepResult
     from strata_lab.scheduler import Scheduler
 
@@ -38,6 +39,8 @@ class EngineStats:
         num_waiting_tokens: tokens of the requests that wait.
         num_swapped_out, num_swapped_in: KV blocks copied to host memory and back, since the engine was made.
         swap_blocks_used, swap_blocks_total, swap_bytes: of the host memory for blocks of preempted requests.
+        num_prompt_tokens: of prompts that are computed or found to their end, since the engine was made.
+        num_finished: requests that ended since the engine was made, by finish reason.
     """
 
     num_running: int
@@ -64,6 +67,8 @@ class EngineStats:
     swap_blocks_used: int
     swap_blocks_total: int
     swap_bytes: int
+    num_prompt_tokens: int
+    num_finished: dict[str, int]
 
     @property
     def kv_utilization(self) -> float:
@@ -104,6 +109,8 @@ class EngineStats:
             swap_blocks_used=scheduler.preemption.num_used,
             swap_blocks_total=scheduler.preemption.num_blocks,
             swap_bytes=parts.host_blocks.nbytes,
+            num_prompt_tokens=accounts.num_prompt_tokens,
+            num_finished=dict(accounts.num_finished),
         )
 
 
@@ -111,12 +118,14 @@ class StepAccounts:
     """Books every step of an engine and makes its `StepEvent`.
 
     Attributes:
-        num_steps, num_output_tokens: since the engine was made.
+        num_steps, num_output_tokens, num_prompt_tokens: since the engine was made.
+        num_finished: finish reason to requests.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
-        self.num_steps = self.num_output_tokens = 0
+        self.num_steps = self.num_output_tokens = self.num_prompt_tokens = 0
+        self.num_finished: Counter[str] = Counter()
         self._recent: deque[tuple[float, int]] = deque()  # (end of step, tokens), the rate window
 
     def output_tok_s(self, now_s: float) -> float:
@@ -142,6 +151,8 @@ class StepAccounts:
         end = time.perf_counter()
         self.num_steps += 1
         self.num_output_tokens += len(tokens)
+        if batch.num_prefill_tokens:
+            self.num_prompt_tokens += sum(map(_finished_prompt, batch.items))
         self._recent.append((end, len(tokens)))
         self.output_tok_s(end)  # what has left the window is dropped now, not when somebody asks
         return StepEvent(
@@ -163,3 +174,26 @@ class StepAccounts:
             tokens=tokens,
             kv_bytes_moved=kv_bytes,
         )
+
+    def book_end(self, request: Request) -> RequestEvent:
+        """Count a request that has ended."""
+        assert request.finish_reason is not None, request.request_id
+        now_s, first_s = time.perf_counter(), request.first_token_s
+        self.num_finished[request.finish_reason] += 1
+        return RequestEvent(
+            t_s=now_s,
+            request_id=request.request_id,
+            finish_reason=request.finish_reason,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=request.num_output_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            num_preemptions=request.num_preemptions,
+            ttft_ms=None if first_s is None else (first_s - request.arrival_s) * 1e3,
+            e2e_ms=(now_s - request.arrival_s) * 1e3,
+        )
+
+
+def _finished_prompt(item: ScheduledRequest) -> int:
+    """Tokens of the prompt whose end this slice computes; 0 for any other slice, recomputed output included."""
+    length = item.request.num_prompt_tokens
+    return length if item.samples and item.start + item.num_tokens == length else 0

@@ -56,7 +56,7 @@ def test_the_metadata_repeats_pyproject_and_carries_the_licence(wheel: zipfile.Z
     fields = Parser().parsestr(metadata(wheel, "METADATA"))
     assert fields["Name"] == project["name"] == "strata-lab"
     assert fields["License-Expression"] == "Apache-2.0"
-    assert set(fields.get_all("Provides-Extra") or []) == {"lab", "serve", "dev", "peers"}
+    assert set(fields.get_all("Provides-Extra") or []) == {"lab", "serve", "structured", "dev", "peers"}
     assert "Apache License" in metadata(wheel, "licenses/LICENSE")
 
 

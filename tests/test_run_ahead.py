@@ -201,14 +201,28 @@ def test_rows_that_need_the_hosts_sampler_take_the_other_way(folder: Any, plain:
     params = [
         SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2),
         SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, frequency_penalty=0.5),
+        SamplingParams(seed=3, max_tokens=20, structured_outputs={"regex": "[a-z]{30}"}),
+        SamplingParams(seed=4, max_tokens=20, min_tokens=20),
     ]
-    expected = [alone(plain, p, q) for p, q in zip(prompts(2), params, strict=True)]
+    expected = [alone(plain, p, q) for p, q in zip(prompts(4), params, strict=True)]
     made, recorder = engine(folder, ahead=True)
     with made:
-        outputs = made.generate(prompts(2), params)
+        outputs = made.generate(prompts(4), params)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
     assert [len(o.logprobs or ()) for o in outputs] == [len(o.logprobs or ()) for o in expected]
     assert recorder.count == 0
+
+
+@pytest.mark.parametrize("lane", [False, True])
+def test_several_texts_of_a_prompt_go_on_ahead_of_the_host(folder: Any, plain: LLMEngine, lane: bool) -> None:
+    params = SamplingParams(seed=5, max_tokens=30, ignore_eos=True, n=4, prompt_logprobs=0)
+    expected = [o.token_ids for o in plain.generate([prompts(4)[3]], params)[0].outputs]
+    made, recorder = engine(folder, ahead=True, lane=lane)
+    with made:
+        output = made.generate([prompts(4)[3]], params)[0]
+    assert [o.token_ids for o in output.outputs] == expected and len(set(expected)) == 4
+    assert len(output.prompt_logprobs) == len(prompts(4)[3])
+    assert recorder.count >= 28
 
 
 @pytest.mark.parametrize("lane", [False, True])

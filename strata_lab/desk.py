@@ -1,0 +1,124 @@
+"""What other threads do to a running loop: queue, follow and abort requests, and ask for a moment between two steps.
+
+Everything here holds the one lock for microseconds, or waits for the loop to reach its safe point. No step runs here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from strata_lab.events import EventLog
+from strata_lab.model_config import ModelConfig
+from strata_lab.scheduler import Scheduler
+from strata_lab.session import Session
+from strata_lab.stats import StepAccounts
+
+MAX_KEPT_OUTPUTS = 1024  # finished requests whose output nobody has fetched
+
+
+class EngineClosedError(RuntimeError):
+    """The engine was closed; make a new one."""
+
+
+class Desk:
+    """Owns the requests of an engine and the lock that guards them.
+
+    Args:
+        scheduler: who serves them.
+        config: geometry, for the byte counts.
+        events: where their ends are reported.
+    """
+
+    def __init__(self, scheduler: Scheduler, config: ModelConfig, events: EventLog) -> None:
+        self.scheduler, self.config, self.events = scheduler, config, events
+        self.closed = False
+        self._lock = threading.RLock()  # scheduler and sessions
+        self._wake = threading.Condition(self._lock)
+        self._swaps: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._sessions: dict[str, Session] = {}
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._accounts = StepAccounts(config)
+
+    def add(self, session: Session) -> None:
+        """Queue a request; raises `RequestError` if it cannot be taken."""
+        with self._wake:
+            self.check_open()
+            session.check_new(self._sessions)
+            self.scheduler.add(session.request)
+            self._sessions.update((one.request.request_id, one) for one in session.group)
+            self._drop_old_outputs()
+            self._wake.notify_all()
+
+    def abort(self, request_id: str) -> bool:
+        """End a request and its other texts now, in any state. False if it is unknown or has ended."""
+        with self._lock:
+            session = self._sessions.get(request_id)
+            if session is None or session.finished:
+                return False
+            for one in session.group:
+                if not one.request.finished:
+                    if self.scheduler.abort(one.request.request_id) is None:  # it has not begun
+                        one.request.finish("abort")
+                    self._end(one)
+            return True
+
+    def session(self, request_id: str) -> Session:
+        """A known request; raises `KeyError` otherwise."""
+        with self._lock:
+            if request_id not in self._sessions:
+                raise KeyError(f"no request {request_id!r}; its output may have been fetched already")
+            return self._sessions[request_id]
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request's output; an unfinished one is aborted."""
+        with self._lock:
+            self.abort(request_id)
+            session = self._sessions.get(request_id)
+            for one in session.group if session else ():
+                self._sessions.pop(one.request.request_id, None)
+
+    def _drop_old_outputs(self) -> None:
+        if len(self._sessions) > 2 * MAX_KEPT_OUTPUTS:  # amortized: a sweep per MAX_KEPT_OUTPUTS requests
+            done = [i for i, s in self._sessions.items() if s.finished and not s.followed]
+            for request_id in done[:-MAX_KEPT_OUTPUTS]:
+                del self._sessions[request_id]
+
+    def _end(self, session: Session) -> None:
+        """Book a request that has ended without a token, and tell whoever follows; what waits for it ends too."""
+        self.events.append(self._accounts.book_end(session.request))
+        session.end()
+        for other in session.take_not_begun():
+            other.request.finish(session.request.finish_reason or "abort", session.request.error)
+            self._end(other)
+
+    # -- the safe point -----------------------------------------------------------------------------------------
+
+    def between_steps(self, change: Callable[[], None]) -> None:
+        """Run `change` where no step is in flight, and wait for it; its exceptions come out here."""
+        done: Future[None] = Future()
+        with self._wake:
+            self.check_open()
+            if self._thread is None:
+                change()
+                return
+            self._swaps.append((change, done))
+            self._wake.notify_all()
+        done.result()
+
+    def _run_swaps(self) -> None:
+        while self._swaps:
+            change, done = self._swaps.popleft()
+            try:
+                change()
+                done.set_result(None)
+            except Exception as error:  # belongs to the caller of `between_steps`
+                done.set_exception(error)
+
+    def check_open(self) -> None:
+        """Raise `EngineClosedError` after `close`."""
+        if self.closed or self._stopping:
+            raise EngineClosedError("this engine was closed; make a new one with LLMEngine(...)")

@@ -1,0 +1,143 @@
+"""Turns what callers pass into sessions; every mistake becomes a `RequestError` before anything is queued.
+
+It runs in the caller's thread: tokenizing, compiling a structure and rendering a chat cost the engine nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from strata_lab.choices import choice_params, other_choices
+from strata_lab.detokenizer import Detokenizer
+from strata_lab.grammar import Grammars
+from strata_lab.model_config import ModelConfig
+from strata_lab.request import Request, check_token_ids
+from strata_lab.sampling_params import RequestError, SamplingParams
+from strata_lab.session import Session
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+class Intake:
+    """Makes the sessions of one engine.
+
+    Args:
+        tokenizer: None for a model without one, which then takes token ids only.
+        config: of the model.
+    """
+
+    def __init__(self, tokenizer: Any, config: ModelConfig) -> None:
+        self.tokenizer, self.config = tokenizer, config
+        tokenizer_eos = tuple(tokenizer.eos_token_ids) if tokenizer is not None else ()
+        self.eos_token_ids = frozenset(config.eos_token_ids) | frozenset(tokenizer_eos)
+        self._grammars = Grammars(tokenizer, config.vocab_size, self.eos_token_ids)
+
+    def session(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int, prompt_embeds: Any = None
+    ) -> Session:
+        """A session for one prompt, with those of its other texts in its `group`.
+
+        With `prompt_embeds` the prompt is what `prompt_embeds.placeholder_ids` gave.
+        """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling_params={params!r} must be a SamplingParams; try SamplingParams(max_tokens=64)"
+            )
+        if prompt_embeds is None:
+            text, token_ids = self._tokens(prompt)
+            token_ids = check_token_ids(token_ids, self.config.vocab_size)
+        else:
+            text, token_ids = "", [int(i) for i in prompt]  # type: ignore[arg-type]
+            _check_without_tokens(params)
+        wish = params.structured_outputs
+        for token_id in (*params.logit_bias, *params.stop_token_ids):
+            check_token_ids([token_id], self.config.vocab_size)
+        if (params.stop or params.bad_words) and self.tokenizer is None:
+            raise RequestError(
+                "stop strings and bad_words need a tokenizer and this model has none; use stop_token_ids, or "
+                "logit_bias={id: -100}"
+            )
+        request = Request(
+            request_id=request_id or f"r-{uuid.uuid4().hex[:12]}",
+            prompt_token_ids=token_ids,
+            params=choice_params(params),
+            seed=params.seed if params.seed is not None else secrets.randbits(62),
+            priority=priority,
+            arrival_s=time.perf_counter(),
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids),
+            bad_words=self._bad_words(params.bad_words),
+            grammar=None if wish is None else self._grammars.compiled(wish),
+            prompt_embeds=prompt_embeds,
+        )
+        first = Session(request, text, self._detokenizer(request), params)
+        for other in other_choices(request):
+            Session(other, text, self._detokenizer(other), params, first)
+        return first
+
+    def _detokenizer(self, request: Request) -> Detokenizer | None:
+        if self.tokenizer is None:
+            return None
+        context = request.prompt_token_ids if request.prompt_embeds is None else []
+        return Detokenizer(self.tokenizer, context, request.params)
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Tokens of each word, alone and after a space where that gives others."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word, f" {word.lstrip()}"):
+                found[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
+        return tuple(ids for ids in found if ids)
+
+    def _tokens(self, prompt: Prompt) -> tuple[str, list[int]]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise RequestError("prompt='' is empty; give at least one character, for example 'Hello'")
+            return prompt, self._need_tokenizer("text").encode(prompt)
+        items: list[Any] = list(prompt)
+        if items and isinstance(items[0], Mapping):
+            return "", self._need_tokenizer("chat messages").apply_chat_template(items)
+        return "", items
+
+    def _need_tokenizer(self, what: str) -> Any:
+        if self.tokenizer is None:
+            raise RequestError(
+                f"the prompt is {what} but this model has no tokenizer; give token ids, such as [1, 2, 3]"
+            )
+        return self.tokenizer
+
+    def pair(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[tuple[Prompt, SamplingParams]]:
+        """Prompts with their params, whichever of the two is single."""
+        many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            return [(prompt, params or SamplingParams()) for prompt in many]
+        if len(params) != len(many):
+            raise RequestError(f"{len(many)} prompts but {len(params)} sampling_params; give one, or one per prompt")
+        return list(zip(many, params, strict=True))
+
+
+def _check_without_tokens(params: SamplingParams) -> None:
+    """Refuse what looks at the prompt's tokens, where it has embeddings in their place."""
+    if params.repetition_penalty != 1:
+        raise RequestError(
+            f"repetition_penalty={params.repetition_penalty} looks at the prompt's tokens, and embeddings have none; "
+            "try presence_penalty"
+        )
+    if params.prompt_logprobs is not None:
+        raise RequestError(
+            f"prompt_logprobs={params.prompt_logprobs} are of the prompt's tokens, and embeddings have none; try "
+            "logprobs, which are of the output's"
+        )
+
+
+def _is_one(prompts: Any) -> bool:
+    """A text, a list of token ids or a conversation is one prompt; any other list holds several."""
+    if isinstance(prompts, str):
+        return True
+    items = list(prompts)
+    return bool(items) and isinstance(items[0], int | Mapping)
