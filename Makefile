@@ -15,6 +15,9 @@ PY := $(VENV)/bin/python
 ENSURE = @$(PYTHON) .ci/setup_env.py --venv $(VENV) --torch $(TORCH) --extra
 endif
 SELECT := $(if $(K),-k '$(K)')
+# Tests that measure no time and share nothing run side by side, a process and a thread to a core; the others one by one.
+UNTIMED := tests/kernels tests/quant tests/models
+SIDE_BY_SIDE = OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 # `$(call stage,name) command` prints how long the command took.
 stage = @TIMEFORMAT='[$(strip $(1)): %0R s]'; time
 
@@ -40,10 +43,12 @@ lab: setup model  ## set everything up and open the workbench in JupyterLab
 	  $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_FLAGS)
 
 test: setup-dev model static js  ## set up and run everything that CI runs
-	$(call stage, pytest) $(PY) -m pytest $(SELECT)
+	$(if $(K),,$(call stage, pytest side by side) $(SIDE_BY_SIDE) $(UNTIMED))
+	$(call stage, pytest) $(PY) -m pytest $(if $(K),$(SELECT),$(addprefix --ignore=,$(UNTIMED)))
 
 check: setup-dev model static js  ## the quick part of `make test`: no test marked slow
-	$(call stage, pytest) $(PY) -m pytest -m 'not slow' $(SELECT)
+	$(if $(K),,$(call stage, pytest side by side) $(SIDE_BY_SIDE) -m 'not slow' $(UNTIMED))
+	$(call stage, pytest) $(PY) -m pytest -m 'not slow' $(if $(K),$(SELECT),$(addprefix --ignore=,$(UNTIMED)))
 
 static: setup-dev  ## ruff, formatting and types
 	$(call stage, ruff) $(PY) -m ruff check .
