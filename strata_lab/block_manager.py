@@ -7,6 +7,9 @@ it. Taking a block is popping it from the free list, or from the idle ones when 
 size of the pool. The free list is last in, first out: the block used most recently is the one most likely still in a
 cache of the device.
 
+Where attention does not see the whole text (`kv_retention.py`), blocks that no later token sees are let go of while
+their request goes on: the table keeps its length, with a `HOLE` in their place.
+
 Nothing writes into a block that several tables hold: `writable` says which copy must be made first, on the device.
 Torch-free, so it can be tested in microseconds. It never touches device memory (`kv_cache.py` does) and never
 decides who gets a block (`scheduler.py` does).
@@ -17,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from strata_lab.kv_retention import HOLE, KeepAll, Retention
 from strata_lab.prefix_cache import BlockNames, NoPrefixCache
 from strata_lab.settings import check_whole
 
@@ -32,6 +36,7 @@ class BlockManager:
         num_blocks: size of the pool.
         block_size: tokens per block.
         prefixes: which blocks hold which tokens; none by default.
+        retention: which tokens of a text are seen; all by default.
 
     Attributes:
         num_asked_tokens, num_hit_tokens: tokens of the texts that `attach` looked up in a prefix cache, and those that
@@ -41,16 +46,20 @@ class BlockManager:
         ConfigError: `num_blocks` or `block_size` is not a whole number of at least 1.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, prefixes: BlockNames | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, prefixes: BlockNames | None = None, retention: Retention | None = None
+    ) -> None:
         check_whole("num_blocks", num_blocks, 1, 64)
         check_whole("block_size", block_size, 1, 16)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefixes: BlockNames = NoPrefixCache() if prefixes is None else prefixes
+        self.retention: Retention = KeepAll() if retention is None else retention
         self.num_asked_tokens = self.num_hit_tokens = 0
         self._free = list(range(num_blocks - 1, -1, -1))  # popped from the end: block 0 goes out first
         self._holders = [0] * num_blocks
         self._tables: dict[str, list[int]] = {}
+        self._holes: dict[str, int] = {}  # how many blocks of a request's table were let go of
         self._stale: set[str] = set()  # hold blocks computed with what is no longer in force: never to be named
 
     # -- what there is --------------------------------------------------------------------------------------------
@@ -89,7 +98,7 @@ class BlockManager:
         ends: dict[int, list[int]] = {}
         for request_id, table in self._tables.items():
             have = num_tokens.get(request_id, 0)
-            for index in range(have // self.block_size, len(table)):
+            for index in range(max(have // self.block_size, self._holes_end(request_id)), len(table)):
                 ends.setdefault(table[index], []).append(max(0, have - index * self.block_size))
         empty = sum(self.block_size - max(n) for block, n in ends.items() if len(n) == self._holders[block])
         return empty / (self.num_used * self.block_size) if self.num_used else 0.0
@@ -101,6 +110,19 @@ class BlockManager:
     def table(self, request_id: str) -> list[int]:
         """Blocks of a request in token order: the live list, to be read only; [] if it has none."""
         return self._tables.get(request_id, [])
+
+    def held(self, request_id: str) -> list[int]:
+        """Blocks that a request holds, in token order: its table without holes."""
+        table = self.table(request_id)
+        return [block for block in table if block != HOLE] if request_id in self._holes else table
+
+    def has_holes(self, request_id: str) -> bool:
+        """Whether a request has let go of blocks while it goes on."""
+        return request_id in self._holes
+
+    def num_held(self, request_id: str) -> int:
+        """How many blocks a request holds. O(1)."""
+        return len(self.table(request_id)) - self._holes.get(request_id, 0)
 
     def room(self, request_id: str) -> int:
         """Most tokens the table of a request could cover if it were given every free block."""
@@ -117,8 +139,8 @@ class BlockManager:
     def frees_any(self, *request_ids: str) -> bool:
         """Whether `free` of all of these would give at least one block back: nobody else holds it."""
         if len(request_ids) == 1:
-            return any(self._holders[block] == 1 for block in reversed(self.table(*request_ids)))
-        held = Counter(block for request_id in request_ids for block in self.table(request_id))
+            return any(self._holders[block] == 1 for block in reversed(self.held(*request_ids)))
+        held = Counter(block for request_id in request_ids for block in self.held(request_id))
         return any(self._holders[block] == count for block, count in held.items())
 
     # -- tables ---------------------------------------------------------------------------------------------------
@@ -156,10 +178,12 @@ class BlockManager:
             suspect: what it computed is not to be found by others: its blocks lose their names.
         """
         # The list itself is left as it was: a batch that is in flight may still hold it.
-        for block in reversed(self._tables.pop(request_id, [])):  # the end of a text is given away before its beginning
+        for block in reversed(self.held(request_id)):  # the end of a text is given away before its beginning
             if suspect:
                 self.prefixes.unname(block)
             self._let_go(block)
+        self._tables.pop(request_id, None)
+        self._holes.pop(request_id, None)
         self._stale.discard(request_id)
         self.prefixes.forget(request_id)
 
@@ -192,6 +216,7 @@ class BlockManager:
         if found:
             self._tables[request_id] = found
         num_hit = len(found) * self.block_size
+        self._give_back(request_id, num_hit)
         self.num_asked_tokens += len(token_ids) if self.prefixes.is_on else 0
         self.num_hit_tokens += num_hit
         return num_hit
@@ -200,6 +225,27 @@ class BlockManager:
         """The first `num_computed` of a request's tokens are in its blocks: others may find those that are full."""
         if request_id not in self._stale:
             self.prefixes.publish(request_id, token_ids, self.table(request_id), num_computed // self.block_size)
+        self._give_back(request_id, num_computed)
+
+    def _holes_end(self, request_id: str) -> int:
+        """Index behind the holes of a table; 0 without any."""
+        return self.table(request_id).index(HOLE) + self._holes[request_id] if request_id in self._holes else 0
+
+    def _give_back(self, request_id: str, num_computed: int) -> None:
+        """Let go of what no token from `num_computed` on sees. O(1) per block, over the life of a request."""
+        gone, table = self.retention.gone(num_computed, self.block_size), self.table(request_id)
+        first, stop = gone.start + self._holes.get(request_id, 0), min(gone.stop, len(table))
+        for index in range(first, stop):
+            block, table[index] = table[index], HOLE
+            self._let_go(block)
+        if first < stop:
+            self._holes[request_id] = stop - gone.start
+
+    def keep(self, retention: Retention, basis: bytes) -> None:
+        """Another way of attention from now on, and what tells it from others; no request has blocks."""
+        assert not self._tables, list(self._tables)
+        self.retention = retention
+        self.prefixes.computed_with(basis)
 
     def fork(self, parent: str, child: str, num_blocks: int | None = None) -> list[int]:
         """Let `child`, which has no blocks, hold the first `num_blocks` of `parent` (None: all); returns its table.
@@ -207,6 +253,7 @@ class BlockManager:
         O(1) per block. Before either writes, it asks `writable`.
         """
         assert child not in self._tables, child
+        assert parent not in self._holes, "a child may look back at what a window has let go"
         table = self.table(parent)[:num_blocks]
         for block in table:
             self._holders[block] += 1
@@ -227,7 +274,7 @@ class BlockManager:
             OutOfBlocks: a copy is needed and no block is free; nothing has changed.
         """
         table, index = self.table(request_id), position // self.block_size
-        assert 0 <= index < len(table), (request_id, position)
+        assert 0 <= index < len(table) and table[index] != HOLE, (request_id, position)
         old = table[index]
         if self._holders[old] == 1:
             self.prefixes.unname(old)  # what it is known to hold is about to change
@@ -259,10 +306,13 @@ class BlockManager:
 
     def check(self) -> None:
         """Assert every invariant: each block is free, idle, or held as often as it says; no table is empty."""
-        held = Counter(block for table in self._tables.values() for block in table)
+        held = Counter(block for request_id in self._tables for block in self.held(request_id))
         apart = [*self._free, *self.prefixes.idle(), *held]
         assert sorted(apart) == list(range(self.num_blocks)), "a block is lost or has two owners"
         assert held == {b: n for b, n in enumerate(self._holders) if n}, "a block is lost or has two owners"
-        assert all(len(table) == len(set(table)) > 0 for table in self._tables.values()), "an empty table, or a loop"
+        tables = {name: [block for block in table if block != HOLE] for name, table in self._tables.items()}
+        assert all(self._tables.values()), "an empty table"
+        assert all(len(table) == len(set(table)) for table in tables.values()), "a loop"
+        assert {n: self.num_held(n) for n in tables} == {n: len(t) for n, t in tables.items()}, "holes are miscounted"
         assert set(self.prefixes.named()) <= {*self.prefixes.idle(), *held}, "a free block has a name"
         assert self._stale <= self._tables.keys(), "a request without blocks is stale"

@@ -26,8 +26,9 @@ from strata_lab.block_manager import BlockManager
 from strata_lab.config import EngineConfig, Optimizations
 from strata_lab.device_sampling import GpuSampling
 from strata_lab.graph_runner import CapturedStep, CompiledStep, CpuRecorder, CudaRecorder
-from strata_lab.kernels import bind
+from strata_lab.kernels import bind, seeing
 from strata_lab.kv_cache import HostBlocks, KVCache
+from strata_lab.kv_retention import Retention
 from strata_lab.layers.weights import ModelWeights
 from strata_lab.models import get_family
 from strata_lab.models.base import CausalLM, WeightReader, load_weights
@@ -63,6 +64,8 @@ class Parts:
     governor: Governor | NoGovernor
     preemption: Preemption
     host_blocks: HostBlocks
+    retention: Retention
+    basis: bytes  # tells ways of computing keys and values apart
     max_model_len: int
 
 
@@ -91,7 +94,9 @@ class Builder(Resolver):
             prefill=self._prefill() if resolved.pd_split else MixedPrefill(),
             lane=self._lane(resolved, weights, kv) if resolved.pd_split else None,
             order=QUEUE_ORDERS[resolved.scheduling_policy](),
-            prefixes=self._prefixes(resolved.prefix_cache, current, weights, kv),
+            prefixes=self._prefixes(resolved.prefix_cache, current, weights, kv, self._basis(resolved)),
+            retention=self.retention(resolved),
+            basis=self._basis(resolved),
             governor=self._governor(resolved.thermal_governor, resolved.max_num_seqs, current),
             preemption=self._preemption(host_blocks, current, weights),
             host_blocks=host_blocks,
@@ -100,7 +105,7 @@ class Builder(Resolver):
 
     def new_block_manager(self, parts: Parts) -> BlockManager:
         """Empty books for a pool."""
-        return BlockManager(parts.kv.num_blocks, self.config.block_size, parts.prefixes)
+        return BlockManager(parts.kv.num_blocks, self.config.block_size, parts.prefixes, parts.retention)
 
     def _weights(self, resolved: Optimizations, current: Parts | None) -> ModelWeights:
         weight_format = resolved.weight_format
@@ -134,9 +139,18 @@ class Builder(Resolver):
         size = self.config.block_size
         return KVCache(self.model_config, blocks, size, resolved.kv_cache_dtype, self.device, scales)
 
-    def _prefixes(self, wanted: bool, current: Parts | None, weights: ModelWeights, kv: KVCache) -> BlockNames:
+    def _basis(self, resolved: Optimizations) -> bytes:
+        """What of a setting decides keys and values beside weights and pool; fused or not counts only to the bit."""
+        exact = (resolved.fused_kernels,) if resolved.batch_invariant and not self.why_invariant_anyway() else ()
+        kept = self.retention(resolved).setting
+        return repr((kept, exact)).encode() if kept or exact else b""
+
+    def _prefixes(
+        self, wanted: bool, current: Parts | None, weights: ModelWeights, kv: KVCache, basis: bytes
+    ) -> BlockNames:
         """The prefix cache in force while it is wanted and what it knows is still true, else an empty one."""
         made = PrefixCache(self.config.block_size) if wanted else NoPrefixCache()
+        made.computed_with(basis)
         if current is not None and weights is current.weights and kv is current.kv:
             return current.prefixes if type(current.prefixes) is type(made) else made
         return made
@@ -178,12 +192,16 @@ class Builder(Resolver):
         return PrefillLane(self._plain(self._eager(resolved, weights, kv)), self.device)
 
     def _eager(self, resolved: Optimizations, weights: ModelWeights, kv: KVCache) -> EagerStep:
-        model = CausalLM(self.model_config, weights, bind(self.backend), self.rotary, fused=resolved.fused_kernels)
+        ops = bind(self.backend, invariant=resolved.batch_invariant)
+        if resolved.kv_window:
+            ops = seeing(ops, resolved.kv_sinks, resolved.kv_window)
+        model = CausalLM(self.model_config, weights, ops, self.rotary, fused=resolved.fused_kernels)
         return EagerStep(model, kv, self.dtype)
 
     def _runner(self, resolved: Optimizations, weights: ModelWeights, kv: KVCache) -> Any:
         """The runner of a setting; kept, so that toggling back and forth captures nothing twice."""
-        key = (resolved.cuda_graph, resolved.fused_kernels)
+        kept = self.retention(resolved).setting
+        key = (resolved.cuda_graph, resolved.fused_kernels, resolved.batch_invariant, kept)
         if key not in self._runners:
             eager = self._eager(resolved, weights, kv)
             reason = self.why_not_captured() if resolved.cuda_graph else ""

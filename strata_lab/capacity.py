@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from strata_lab.block_manager import BlockManager
+from strata_lab.kv_retention import Retention
 from strata_lab.request import Request
 
 
@@ -11,15 +12,21 @@ def most_slots(request: Request, max_model_len: int) -> int:
     return min(request.num_prompt_tokens + request.params.max_tokens, max_model_len) - 1
 
 
-def why_never_fits(request: Request, blocks: BlockManager, max_model_len: int) -> str | None:
-    """Why a request can never be served from an empty pool and under a limit, with numbers that work; else None."""
+def why_never_fits(
+    request: Request, blocks: BlockManager, max_model_len: int, retention: Retention | None = None
+) -> str | None:
+    """Why a request can never be served from an empty pool and under a limit, with numbers that work; else None.
+
+    `retention`: which tokens are seen; that of `blocks` if None.
+    """
     have = request.num_tokens
     if have >= max_model_len:
         return (
             f"request {request.request_id!r} has {have} tokens and must have room for one more, but max_model_len="
             f"{max_model_len}; try at most {max_model_len - 1} tokens, or max_model_len={have + 1}"
         )
-    needed = blocks.blocks_for(most_slots(request, max_model_len))
+    kept = (retention or blocks.retention).most_blocks(blocks.block_size, 1)
+    needed = min(blocks.blocks_for(most_slots(request, max_model_len)), kept)
     if needed <= blocks.num_blocks:
         return None
     spare = blocks.num_blocks * blocks.block_size - have

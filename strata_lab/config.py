@@ -61,6 +61,20 @@ class Optimizations:
         "what they share.",
         default=True, off=False,
     )  # fmt: skip
+    batch_invariant: bool = toggle(
+        "Add everything up in one order, whatever is computed beside it: log probabilities are the same to the last "
+        "bit alone, in a batch, after preemption and behind a cached prefix.",
+        default=False, off=False,
+    )  # fmt: skip
+    kv_window: int = toggle(
+        "Tokens of the past that attention sees, beside the first kv_sinks; what lies between is dropped from the KV "
+        "cache, so memory is bounded. 0 sees all.",
+        default=0, off=0, number="int", minimum=0, lossless=False,
+    )  # fmt: skip
+    kv_sinks: int = toggle(
+        "First tokens of a text that attention sees for ever; only with kv_window.",
+        default=4, off=4, number="int", minimum=0, maximum=4096, lossless=False,
+    )  # fmt: skip
     scheduling_policy: str = toggle(
         "Who waits in which order: first come, first served, or the highest priority first, which then also takes the "
         "place of running requests of lower priority.",

@@ -120,8 +120,11 @@ class LLMEngine:
     def explain(self) -> dict[str, str]:
         """Toggle name to what it does on this machine, or why it has no effect."""
         texts = explain(self.device.type)
-        reason = self._builder.why_not_captured()
-        return texts | {"cuda_graph": f"No effect here: {reason}."} if reason else texts
+        reasons = {
+            "cuda_graph": self._builder.why_not_captured(),
+            "batch_invariant": self._builder.why_invariant_anyway(),
+        }
+        return texts | {name: f"No effect here: {reason}." for name, reason in reasons.items() if reason}
 
     def stats(self) -> EngineStats:
         """Counters and memory, as of now."""

@@ -203,6 +203,8 @@ class EngineLoop(Desk):
         self.settle()
         limits = {"max_model_len": parts.max_model_len}
         new_pool = parts.kv is not before.kv
+        if not new_pool and parts.retention != before.retention:
+            self.scheduler.check_keep(parts.retention)
         self.scheduler.configure(
             max_num_seqs=opt.max_num_seqs,
             max_num_batched_tokens=opt.max_num_batched_tokens,
@@ -224,6 +226,8 @@ class EngineLoop(Desk):
             if parts.weights is not before.weights:
                 self.scheduler.blocks.drop_prefixes()  # also what requests that go on have computed with the old ones
             self.scheduler.blocks.use_prefixes(parts.prefixes)
+        if not new_pool and (parts.retention, parts.basis) != (before.retention, before.basis):
+            self.scheduler.keep(parts.retention, parts.basis)
         self.parts = parts
         if before.governor is not parts.governor:
             before.governor.stop()

@@ -15,6 +15,10 @@ _SHARED = {
     "max_waiting": "Beyond this many waiting requests new ones are refused at once, so that those who wait are served "
     "in time.",
     "max_waiting_tokens": "Bounds how much work waits, where prompts differ in length.",
+    "kv_window": "Attention reads, and the pool keeps, only the first kv_sinks and the last kv_window tokens: long "
+    "texts cost no more than short ones. What was said before is forgotten, but not what the model made of it since.",
+    "kv_sinks": "A few first tokens hold the attention that has nothing to look at; without them a window ruins the "
+    "text. They count only while kv_window is not 0.",
     "pd_split": "Decode steps alternate with bounded prompt slices: running streams wait less for a newcomer's prompt, "
     "whose first token comes later.",
     "max_num_seqs": "More requests share one reading of the weights: total tok/s rises, tok/s per stream falls.",
@@ -25,6 +29,8 @@ _CPU = {
     "cuda_graph": "The decode step is recorded once per batch size and replayed: no Python, no dispatch, no allocation "
     "between its operators, as with a CUDA graph.",
     "fused_kernels": "Norm, bias, SiLU and residual run inside the products, q/k/v and gate/up are one product each.",
+    "batch_invariant": "Routing of a mixture, and plain torch where the C++ operators cannot serve a model, compute "
+    "every row alone. The C++ operators give each row the same bits anyway.",
     "weight_format": "Decode reads every weight once per token: half the bytes is up to twice the speed. int8 and int4 "
     "also quantize activations to 8 bits per 32 values.",
     "kv_cache_dtype": "Storage only: fp8 holds twice the tokens of bf16; at short context the speed hardly changes.",
@@ -38,6 +44,8 @@ _CUDA = {
     "off launches every kernel from Python.",
     "fused_kernels": "Norms, RoPE, cache write, SiLU, weighted sums and residuals run inside products and attention; "
     "off gives each a kernel of its own.",
+    "batch_invariant": "One kernel and one order of sums for every number of rows: decodes at long contexts and "
+    "prompts get slower, tokens per second at batch 1 a little.",
     "weight_format": "Decode reads every weight once per token, so half the bytes is up to twice the speed; weights "
     "are dequantized in registers inside the products.",
     "kv_cache_dtype": "fp8 holds twice the tokens of bf16 and halves what attention reads at long context.",

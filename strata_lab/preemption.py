@@ -105,13 +105,16 @@ class SwapToHost:
         return self.num_blocks - len(self._free)
 
     def save(self, request_id: str, blocks: Sequence[int], num_tokens: int, block_size: int) -> int:
-        """Keep the first `num_tokens` tokens of a request, which are in `blocks`; returns how many it could keep."""
+        """Keep the first `num_tokens` tokens of a request, which are in `blocks`; returns how many it could keep.
+
+        Without `blocks`, what is still there of a request that was on its way back is all that can be kept.
+        """
         if request_id in self._leaving:  # back and gone again before the step began: what was kept is still there
             self._kept[request_id] = self._leaving.pop(request_id)
             del self._in[request_id]
             return self._kept[request_id][1]
         wanted = -(-num_tokens // block_size)
-        count = min(wanted, len(self._free))
+        count = min(wanted, len(self._free), len(blocks))
         if not count:
             return 0
         hosts = [heappop(self._free) for _ in range(count)]

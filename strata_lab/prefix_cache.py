@@ -6,8 +6,10 @@ were computed get a name. A named block that no request holds any more stays as 
 needed; then the one that has been idle longest goes. Everything here is O(1) per block.
 
 Names are 128-bit BLAKE2b, not Python's `hash`: whoever can choose prompts could make two of those collide and read
-another's conversation. What else decides a block's content (weights, number formats) is the same for a whole pool; when
-it changes, `clear` is called. Torch-free. It counts no owners and hands out no blocks (`block_manager.py` does both).
+another's conversation. What else decides a block's content is the same for a whole pool: where weights or number
+formats change, `clear` is called; how attention is computed (`computed_with`) stands before the first block of every
+name, so that what was computed in another way is not found, and found again once that way is back. Torch-free. It
+counts no owners and hands out no blocks (`block_manager.py` does both).
 """
 
 from __future__ import annotations
@@ -42,6 +44,10 @@ class BlockNames(Protocol):
 
     def idle(self) -> Iterator[int]:
         """Named blocks that nobody holds, the next to be given away first."""
+        ...
+
+    def computed_with(self, basis: bytes) -> None:
+        """What is named or looked up from now on was computed in a way that `basis` tells from others."""
         ...
 
     def find(self, request_id: str, token_ids: Sequence[int], num_blocks: int) -> list[int]:
@@ -94,6 +100,7 @@ class PrefixCache:
         # Request to its text and the names of its full blocks: a queue asks every step. A text is only appended to.
         self._names: dict[str, tuple[Sequence[int], list[bytes]]] = {}
         self._published: dict[str, int] = {}  # request to the blocks of its table that were offered already
+        self._first = FIRST_NAME
 
     @property
     def num_idle(self) -> int:
@@ -111,6 +118,12 @@ class PrefixCache:
     def name_of(self, block: int) -> bytes | None:
         """The name of a block; None if it has none."""
         return self._name_of.get(block)
+
+    def computed_with(self, basis: bytes) -> None:
+        """Names of another `basis` are kept and not found; nobody may hold a block that is still to be named."""
+        self._first = blake2b(basis, digest_size=NAME_BYTES).digest() if basis else FIRST_NAME
+        self._names.clear()
+        self._published.clear()
 
     def find(self, request_id: str, token_ids: Sequence[int], num_blocks: int) -> list[int]:
         """Blocks that hold the beginning of a text, at most its first `num_blocks`; touches nothing."""
@@ -134,7 +147,7 @@ class PrefixCache:
         names = self._names_of(request_id, token_ids, num_blocks)
         for index in range(done, num_blocks):
             name, block = names[index], table[index]
-            if name not in self._block_of and block not in self._name_of:
+            if block >= 0 and name not in self._block_of and block not in self._name_of:  # -1: given back before
                 self._block_of[name], self._name_of[block] = block, name
         self._published[request_id] = num_blocks
 
@@ -148,7 +161,7 @@ class PrefixCache:
             assert num_blocks * self.block_size <= len(token_ids), "a block that is not full has no name"
             start, step = len(names) * self.block_size, self.block_size * array(TOKEN_CODE).itemsize
             data = array(TOKEN_CODE, token_ids[start : num_blocks * self.block_size]).tobytes()
-            name = names[-1] if names else FIRST_NAME
+            name = names[-1] if names else self._first
             for at in range(0, len(data), step):
                 name = blake2b(name + data[at : at + step], digest_size=NAME_BYTES).digest()
                 names.append(name)
@@ -196,6 +209,9 @@ class NoPrefixCache:
 
     is_on = False
     num_idle = 0
+
+    def computed_with(self, basis: bytes) -> None:
+        """Does nothing."""
 
     def named(self) -> Iterator[int]:
         """Nothing."""

@@ -15,6 +15,7 @@ from strata_lab.apply import Fallback
 from strata_lab.backends import why_no_cpu_kernels, why_no_gpu_kernels
 from strata_lab.config import EngineConfig, Optimizations
 from strata_lab.kv_cache import KVCache, block_bytes
+from strata_lab.kv_retention import Retention, retention
 from strata_lab.layers.rotary import rotary_table
 from strata_lab.memory_forecast import workspace_nbytes
 from strata_lab.models.loader import open_model
@@ -95,24 +96,42 @@ class Resolver:
         if wish.kv_cache_dtype is None:
             changes["kv_cache_dtype"] = KV_FORMAT_OF[self.dtype]
         resolved = wish.replace(changes)
+        if resolved.batch_invariant and self.device.type == "cuda" and self.backend == "reference":
+            raise ConfigError(
+                f"batch_invariant=True needs the Triton operators here: {why_no_gpu_kernels(self.device)}; try "
+                f"device='cpu' or batch_invariant=False"
+            )
         self._planned_blocks.clear()
-        tokens = self._pool_blocks(resolved, current) * self.config.block_size
+        blocks = self._pool_blocks(resolved, current)
+        tokens = blocks * self.config.block_size
+        if self._fewest_blocks(resolved, limit) <= blocks:
+            tokens = limit
         if wish.max_model_len is None:
             return resolved.replace({"max_model_len": min(limit, tokens)})
-        if wish.max_model_len > tokens:
-            needed = -(-wish.max_model_len // self.config.block_size)
+        needed = self._fewest_blocks(resolved, wish.max_model_len)
+        if needed > blocks:
+            per_block = block_bytes(self.model_config, self.config.block_size, resolved.kv_cache_dtype or "bf16")
             raise ConfigError(
-                f"max_model_len={wish.max_model_len} needs {needed} KV blocks but the pool has "
-                f"{tokens // self.config.block_size} ({tokens} tokens); try max_model_len={tokens}, a larger "
-                f"gpu_memory_utilization or num_kv_blocks, or kv_cache_dtype='fp8'"
+                f"max_model_len={wish.max_model_len} needs {needed} KV blocks but the pool has {blocks} ({tokens} "
+                f"tokens), {needed * per_block / 2**20:.1f} MiB against {blocks * per_block / 2**20:.1f}; try max_model_len={tokens}, a larger "
+                f"gpu_memory_utilization or num_kv_blocks, kv_cache_dtype='fp8', or a kv_window"
             )
         return resolved
+
+    def retention(self, resolved: Optimizations) -> Retention:
+        """Which tokens attention sees under a setting."""
+        return retention(resolved.kv_sinks, resolved.kv_window)
+
+    def _fewest_blocks(self, resolved: Optimizations, length: int) -> int:
+        """Blocks without which a request of `length` tokens cannot be served."""
+        size = self.config.block_size
+        return min(-(-length // size), self.retention(resolved).most_blocks(size, 1))
 
     def _pool_blocks(self, resolved: Optimizations, current: PoolInForce | None) -> int:
         """Blocks of the pool in force where it can stay, else of the one to be made."""
         if current is not None and not differ(resolved, current.optimizations, POOL_FIELDS):
             blocks = current.kv.num_blocks
-            if (resolved.max_model_len or 0) <= blocks * self.config.block_size:
+            if self._fewest_blocks(resolved, resolved.max_model_len or 0) <= blocks:
                 return blocks
         key = (resolved.weight_format, resolved.kv_cache_dtype, resolved.gpu_memory_utilization)
         if key not in self._planned_blocks:  # before anything is loaded: what is free afterwards is another number
@@ -125,7 +144,8 @@ class Resolver:
             return self.config.num_kv_blocks
         per_block = block_bytes(self.model_config, self.config.block_size, resolved.kv_cache_dtype or "bf16")
         length = resolved.max_model_len or self.model_config.max_position
-        wanted = resolved.max_num_seqs * -(-length // self.config.block_size)
+        size, step = self.config.block_size, min(length, resolved.max_num_batched_tokens)
+        wanted = resolved.max_num_seqs * min(-(-length // size), self.retention(resolved).most_blocks(size, step))
         budget = self._memory_budget(resolved, current)
         blocks = min(wanted, budget // per_block)
         if blocks < 1:
@@ -196,6 +216,12 @@ class Resolver:
         if reason:
             self.fallbacks.append(Fallback("gpu kernels", reason))
         return "reference" if reason else "triton"
+
+    def why_invariant_anyway(self) -> str:
+        """Why `batch_invariant` changes nothing here; empty where it does."""
+        if self.backend == "cpu" and not self.model_config.num_experts:
+            return "each C++ operator gives a row the same bits whatever is computed beside it, with and without"
+        return ""
 
     def why_not_captured(self) -> str:
         """Why `cuda_graph` has no effect here; empty where it has."""

@@ -14,6 +14,7 @@ from strata_lab.admission import Admission, FirstComeFirstServed, MixedPrefill, 
 from strata_lab.batch import Pairs, ScheduledBatch
 from strata_lab.block_manager import BlockManager
 from strata_lab.capacity import why_never_fits
+from strata_lab.kv_retention import Retention
 from strata_lab.preemption import Preemption, Recompute
 from strata_lab.request import Request, RequestState
 from strata_lab.sampling_params import RequestError
@@ -200,6 +201,23 @@ class Roster:
         self.blocks, self.max_model_len = block_manager, max_model_len
         return [request for request in self._requests.values() if self.why_never_fits(request)]
 
+    def check_keep(self, retention: Retention) -> None:
+        """Raise `ConfigError` where an unfinished request could not be served if attention saw `retention`."""
+        for request in self._requests.values():
+            if reason := why_never_fits(request, self.blocks, self.max_model_len, retention):
+                raise ConfigError(f"attention cannot change while a live request needs what it frees: {reason}")
+
+    def keep(self, retention: Retention, basis: bytes) -> None:
+        """Compute attention in another way from now on; what runs is preempted and will be recomputed in it.
+
+        `basis` tells it from other ways, for the prefix cache.
+        """
+        assert not self._held, self._held
+        self.num_recomputed_tokens += self.preemption.clear()  # what host memory keeps was computed in the old way
+        for request in list(self.running):
+            self._preempt(request, keep=False)
+        self.blocks.keep(retention, basis)
+
     def why_never_fits(self, request: Request, max_model_len: int | None = None) -> str | None:
         """Why a request can never be served with this pool and `max_model_len` (ours if None); None if it can be."""
         return why_never_fits(request, self.blocks, max_model_len or self.max_model_len)
@@ -207,12 +225,13 @@ class Roster:
     def _preempt(self, request: Request, *, keep: bool = True) -> None:
         """Take a running request's blocks; it keeps its tokens and waits.
 
-        With `keep` the `preemption` may copy the blocks first; not what was computed with weights of the past.
+        With `keep` the `preemption` may copy the blocks first; not what was computed with weights of the past, and not
+        what a window has made holes in.
         """
         self.running.remove(request)
         request_id, computed, kept = request.request_id, request.num_computed_tokens, 0
         if keep and computed and not self.blocks.is_stale(request_id):
-            table = self.blocks.table(request_id)
+            table = () if self.blocks.has_holes(request_id) else self.blocks.table(request_id)
             kept = self.preemption.save(request_id, table, computed, self.blocks.block_size)
         if not kept:
             self._copies.pop(request_id, None)

@@ -186,7 +186,7 @@ class Scheduler(Roster):
             lower = request.request_id not in self._held and self.waiting.order.outranks(head, request)
             (juniors if lower else others).append(request)
         needed = sum(self._demand(r, growth) for r in others) + self._demand_of_waiting(head, growth)
-        gain = sum(len(self.blocks.table(r.request_id)) for r in juniors)  # at most: some may be shared with others
+        gain = sum(self.blocks.num_held(r.request_id) for r in juniors)  # at most: some may be shared with others
         if len(others) >= self.max_num_seqs or needed > self.blocks.num_free + gain:
             return  # it could not start even without all of them
         for victim in sorted(juniors, key=_dearness):
@@ -290,7 +290,7 @@ class Scheduler(Roster):
 
     def _num_shared(self, parent: Request, child: Request) -> int:
         """Tokens of a new child that a parent has computed for it."""
-        if parent.state is not RequestState.RUNNING:
+        if parent.state is not RequestState.RUNNING or self.blocks.has_holes(parent.request_id):
             return 0
         most = min(parent.num_computed_tokens, child.num_tokens - 1)
         if parent.token_ids[:most] != child.token_ids[:most]:
@@ -307,8 +307,10 @@ class Scheduler(Roster):
         """Blocks a request will take: for its tokens so far and `growth` more, but no more than its end needs."""
         wanted = self.blocks.blocks_for(request.num_tokens) + growth
         most = self.blocks.blocks_for(most_slots(request, self.max_model_len))
+        kept = self.blocks.retention.most_blocks(self.blocks.block_size, self.max_num_batched_tokens)
+        kept = min(kept, self.blocks.num_blocks) - self.blocks.num_held(request.request_id)
         held = len(self.blocks.table(request.request_id)) if num_held is None else num_held
-        return max(0, min(wanted, most) - held)
+        return max(0, min(min(wanted, most) - held, kept))
 
     def _demand_of_waiting(self, request: Request, growth: int) -> int:
         """`_demand` of one that waits: blocks which somebody holds now cost it nothing, idle ones are taken."""

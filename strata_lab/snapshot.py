@@ -36,7 +36,7 @@ def _view(roster: Roster, request: Request) -> RequestView:
         priority=request.priority,
         num_preemptions=request.num_preemptions,
         num_cached_tokens=request.num_cached_tokens,
-        blocks=tuple(roster.blocks.table(request.request_id)),
+        blocks=tuple(roster.blocks.held(request.request_id)),
     )
 
 

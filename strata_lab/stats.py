@@ -146,7 +146,8 @@ class StepAccounts:
         """Count a committed step; `times` are its start, the end of scheduling and the end of its run, seconds."""
         start, scheduled, ran = times
         blocks = scheduler.blocks
-        context = sum(item.start + item.num_tokens for item in batch.items)
+        seen = blocks.retention.seen
+        context = sum(seen(item.start + item.num_tokens, item.num_tokens) for item in batch.items)
         kv_bytes = context * parts.kv.bytes_per_token
         end = time.perf_counter()
         self.num_steps += 1

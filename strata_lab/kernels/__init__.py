@@ -8,7 +8,8 @@ nothing; binding the "cpu" backend does. It knows no toggles: those are read in 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,21 @@ OPERATORS: dict[str, dict[str, str]] = {
     }
     for name, (cpu, triton) in _FUNCTIONS.items()
 }
+# Backend -> operator -> what replaces it where a row's result must be the same, to the last bit, whatever is computed
+# beside it. The other functions of a backend keep that promise anyway (docs/decisions/0015-batch-invariant-mode.md).
+_BY_ROW = ("rms_norm", "silu_mul", "linear", "lm_head", "paged_attention", "qkv_rope_append", "qkv_attention",
+           "router_topk", "moe_mlp", "moe_block")  # fmt: skip
+_INVARIANT = {
+    "reference": {name: f"{_HERE}.by_row:{name}_by_row" for name in _BY_ROW},
+    "cpu": {
+        "router_topk": f"{_HERE}.by_row:router_topk_by_row",
+        "moe_block": f"{_HERE}.by_row:moe_block_routed_by_row",
+    },
+    "triton": {
+        name: f"{_HERE}.gpu.invariant:{name}_invariant"
+        for name in ("linear", "lm_head", "paged_attention", "qkv_attention", "router_topk", "moe_mlp", "moe_block")
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -70,25 +86,41 @@ class Ops:
     moe_block: Callable[..., Tensor]
 
 
-def bind(backend: str = "reference", overrides: Mapping[str, str | Callable[..., Any]] | None = None) -> Ops:
+def bind(
+    backend: str = "reference",
+    overrides: Mapping[str, str | Callable[..., Any]] | None = None,
+    *,
+    invariant: bool = False,
+) -> Ops:
     """The operators of a backend.
 
     Args:
         backend: one of `BACKENDS`. "cpu" loads the C++ operators, which compiles them on first use on a machine.
         overrides: operator name to what replaces it: a backend's name, "module:function" or a callable.
+        invariant: take operators whose rows do not depend on how many there are, to the last bit.
 
     Raises:
         ValueError: an unknown backend or operator.
         CpuKernelsUnavailable: "cpu" is asked for and cannot be had; the message says why.
     """
     chosen: dict[str, str | Callable[..., Any]] = dict.fromkeys((f.name for f in fields(Ops)), backend)
+    if invariant:
+        chosen |= _INVARIANT.get(backend, {})
     for name, choice in (overrides or {}).items():
         if name not in chosen:
             raise ValueError(f"operator {name!r} is unknown; the operators are {', '.join(chosen)}")
         chosen[name] = choice
-    if "cpu" in chosen.values():
+    if backend == "cpu" or "cpu" in chosen.values():
         prepare("cpu")
     return Ops(**{name: _resolve(name, choice) for name, choice in chosen.items()})
+
+
+def seeing(ops: Ops, sinks: int, window: int) -> Ops:
+    """The same operators, whose attention sees the first `sinks` tokens and the last `window` only."""
+    some = {"sinks": sinks, "window": window}
+    return replace(
+        ops, paged_attention=partial(ops.paged_attention, **some), qkv_attention=partial(ops.qkv_attention, **some)
+    )
 
 
 def prepare(backend: str) -> None:

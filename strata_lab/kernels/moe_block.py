@@ -20,7 +20,13 @@ from strata_lab.quant import get_format
 from strata_lab.quant.base import LinearWeight
 
 
-def _composed(norm: Callable[..., Tensor], experts: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def composed(
+    norm: Callable[..., Tensor],
+    experts: Callable[..., Tensor],
+    route: Callable[..., tuple[Tensor, Tensor]] = router_topk.router_topk_ref,
+) -> Callable[..., Tensor]:
+    """The operator, made of others."""
+
     def run(
         x: Tensor,
         norm_weight: Tensor,
@@ -34,14 +40,14 @@ def _composed(norm: Callable[..., Tensor], experts: Callable[..., Tensor]) -> Ca
     ) -> Tensor:
         """See the module."""
         h = norm(x, norm_weight, eps)
-        weights, expert_ids = router_topk.router_topk_ref(h, router, top_k, normalize)
+        weights, expert_ids = route(h, router, top_k, normalize)
         return x + experts(h, gate_up, down, weights, expert_ids)
 
     return run
 
 
-moe_block_ref = _composed(rms_norm.rms_norm_ref, moe_mlp.moe_mlp_ref)
-moe_block_cpu = _composed(rms_norm.rms_norm_cpu, moe_mlp.moe_mlp_cpu)
+moe_block_ref = composed(rms_norm.rms_norm_ref, moe_mlp.moe_mlp_ref)
+moe_block_cpu = composed(rms_norm.rms_norm_cpu, moe_mlp.moe_mlp_cpu)
 
 
 def _cases() -> Iterator[Case]:

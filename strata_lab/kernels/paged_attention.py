@@ -13,16 +13,19 @@ Contract:
     max_q_len: the longest q_len, a Python int. 1 promises that every q_len is 1, hence T == B: a decode batch, which
         takes a branch with no loop. It is a shape, never read from a tensor, so the reference synchronizes with no host
         and can be captured and traced; its work grows with B * max_q_len * max_blocks: trim the tables.
+    sinks, window: a query at position p sees the positions below `sinks` and those above p - window, up to its own;
+        window 0 (then `sinks` means nothing) sees all of them. Entries of block_tables of which no query of the step
+        sees a position may be anything.
     Returns [T, H, D] in q's dtype, fresh memory. Scores and softmax in float32 at least.
 
 Slots that no query may see are never part of a result, whatever they hold (NaN included).
-Bytes moved: K and V of every request once, q and the result once. Grouped q heads share one read of K and V.
+Bytes moved: the K and V that each request sees once, q and the result once. Grouped q heads share one read of K and V.
 
 CPU kernel: keys are taken in chunks of 64 (`kChunk`), cut at absolute positions. Within a chunk a dot product adds in
 a fixed order, and the (max, sum, weighted values) of the chunks are merged from the first to the last. Neither the
 batch, nor how a prompt was cut into slices, nor the number of threads changes that order, so a row's result is bitwise
-the same in all of them. Decodes spread over threads by (request, kv head, chunk), prefills by (request, kv head, query
-block).
+the same in all of them. A window that sees everything gives the bits of none. Decodes spread over threads by (request,
+kv head, chunk), prefills by (request, kv head, query block).
 """
 
 from __future__ import annotations
@@ -50,14 +53,17 @@ def paged_attention_ref(
     scale: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: int = 0,
+    window: int = 0,
 ) -> Tensor:
     """Attention of q [T, H, D] over the cached keys and values; see the module's contract."""
+    some = (sinks, window)
 
     def cached(table: Tensor) -> tuple[Tensor, Tensor]:
         return _gather(k_cache, table, k_scale, q.dtype), _gather(v_cache, table, v_scale, q.dtype)
 
     if max_q_len == 1:
-        return _attend(q[:, None], *cached(block_tables), seq_lens[:, None] - 1, scale)[:, 0]
+        return _attend(q[:, None], *cached(block_tables), seq_lens[:, None] - 1, scale, *some)[:, 0]
     out = q.new_zeros(q.shape[0] + 1, *q.shape[1:])  # the last row takes what lies past a request's queries
     steps = torch.arange(max_q_len, device=q.device)
     for b in range(block_tables.shape[0]):
@@ -66,7 +72,7 @@ def paged_attention_ref(
         rows = torch.where(inside, cu_seqlens_q[b] + steps, q.shape[0])
         positions = torch.where(inside, seq_lens[b] - q_len + steps, -1)
         queries = q[rows.clamp(max=q.shape[0] - 1)]
-        out[rows] = _attend(queries[None], *cached(block_tables[b : b + 1]), positions[None], scale)[0]
+        out[rows] = _attend(queries[None], *cached(block_tables[b : b + 1]), positions[None], scale, *some)[0]
     return out[:-1]
 
 
@@ -76,11 +82,15 @@ def _gather(cache: Tensor, block_tables: Tensor, scale: float, dtype: torch.dtyp
     return blocks.flatten(1, 2).to(torch.promote_types(dtype, torch.float32)) * scale
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, sinks: int = 0, window: int = 0
+) -> Tensor:
     """q [B, Q, H, D] at `positions` [B, Q] (-1: sees nothing) over k and v [B, S, Hkv, D] -> [B, Q, H, D]."""
     slots = torch.arange(k.shape[1], device=q.device)
     visible = slots <= positions[:, :, None]  # [B, Q, S]
-    used = (slots <= positions.amax(dim=1, keepdim=True))[:, :, None, None]  # [B, S, 1, 1]
+    if window:
+        visible &= (slots < sinks) | (slots > positions[:, :, None] - window)
+    used = visible.any(dim=1)[:, :, None, None]  # [B, S, 1, 1]
     k, v = torch.where(used, k, 0.0), torch.where(used, v, 0.0)
     grouped = q.to(k.dtype).unflatten(2, (k.shape[2], -1))  # [B, Q, Hkv, G, D]
     scores = torch.einsum("bqhgd,bshd->bhgqs", grouped, k) * scale
@@ -103,6 +113,8 @@ def paged_attention_cpu(
     scale: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: int = 0,
+    window: int = 0,
 ) -> Tensor:
     """`paged_attention_ref` in C++ for float32 q on the CPU; D a multiple of 8.
 
@@ -111,7 +123,7 @@ def paged_attention_cpu(
             do not add up to T. (`max_q_len` is not needed: on the CPU the lengths can simply be read.)
     """
     return torch.ops.strata.paged_attention(
-        q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, scale, k_scale, v_scale
+        q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, scale, k_scale, v_scale, sinks, window
     )
 
 
@@ -120,7 +132,7 @@ def _register_fake(namespace: str) -> None:
     @torch.library.register_fake(f"{namespace}::paged_attention")
     def _(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
-        scale: float, k_scale: float, v_scale: float,
+        scale: float, k_scale: float, v_scale: float, sinks: int = 0, window: int = 0,
     ) -> Tensor:  # fmt: skip
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
@@ -136,6 +148,7 @@ def paged_inputs(
     scales: tuple[float, float] = (1.0, 1.0),
     seed: int = 0,
     device: torch.device | str = "cpu",
+    kept: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """Random arguments of `paged_attention`, for cases, tests and benchmarks.
 
@@ -149,6 +162,8 @@ def paged_inputs(
         scales: (k_scale, v_scale).
         seed: of the random numbers and of the order of blocks.
         device: where the tensors go.
+        kept: (sinks, window): slots that no query sees are poisoned, and table entries that lead to none but those
+            are -1.
     """
     generator = torch.Generator().manual_seed(seed)
     num_q_heads, num_kv_heads, head_dim = heads
@@ -165,6 +180,8 @@ def paged_inputs(
         for cache in caches:
             rows = torch.randn(seq_len, num_kv_heads, head_dim, generator=generator)
             cache[blocks[positions // block_size], positions % block_size] = rows
+        if kept is not None:
+            _forget(caches, tables[b], blocks, seq_len - lengths[b][0], kept, poison)
     q_lens = torch.tensor([0] + [q_len for q_len, _ in lengths])
     q = torch.randn(int(q_lens.sum()), num_q_heads, head_dim, generator=generator)
     k_cache, v_cache = (to_cache(c, s, kv_dtype).to(device) for c, s in zip(caches, scales, strict=True))
@@ -173,7 +190,18 @@ def paged_inputs(
         "seq_lens": torch.tensor([s for _, s in lengths], dtype=torch.int32, device=device),
         "cu_seqlens_q": q_lens.cumsum(0).int().to(device), "max_q_len": int(q_lens.max()), "scale": head_dim**-0.5,
         "k_scale": scales[0], "v_scale": scales[1],
-    }  # fmt: skip
+    } | ({} if kept is None else {"sinks": kept[0], "window": kept[1]})  # fmt: skip
+
+
+def _forget(
+    caches: list[Tensor], table: Tensor, blocks: Tensor, first: int, kept: tuple[int, int], poison: float
+) -> None:
+    """Poison what queries from position `first` on do not see, and take the blocks that hold nothing else."""
+    size = caches[0].shape[1]
+    hidden = torch.arange(kept[0], max(kept[0], first + 1 - kept[1]))
+    for cache in caches:
+        cache[blocks[hidden // size], hidden % size] = poison
+    table[-(-kept[0] // size) : max(0, first + 1 - kept[1]) // size] = -1
 
 
 def _cases() -> Iterator[Case]:
@@ -184,6 +212,9 @@ def _cases() -> Iterator[Case]:
     yield case("decode-ragged", [(1, 1), (1, 64), (1, 65), (1, 130)], (9, 3, 64), block_size=8)
     yield case("decode-padded-row", [(1, 20), (1, 0)], (2, 2, 80))
     yield case("prefill", [(70, 70)], (8, 1, 64))
+    yield case("window-decode", [(1, 5), (1, 300), (1, 0), (1, 41)], (6, 3, 64), block_size=8, kept=(4, 40))
+    yield case("window-mixed", [(1, 150), (40, 40), (18, 181), (3, 150)], (4, 2, 64), kept=(5, 24))
+    yield case("window-no-sinks", [(1, 100), (9, 60)], (2, 2, 64), kept=(0, 7), kv_dtype=torch.bfloat16)
     yield case("slice-of-prefill", [(5, 71)], (3, 1, 80), block_size=32)
     yield case("mixed", [(1, 33), (7, 7), (18, 81)], (4, 4, 128))
     yield case("bfloat16", [(1, 50), (9, 20)], (9, 3, 64), kv_dtype=torch.bfloat16, scales=(0.5, 2.0))

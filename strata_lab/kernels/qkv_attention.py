@@ -22,7 +22,9 @@ from strata_lab.kernels.rope import rotation
 from strata_lab.kernels.spec import Case, KernelSpec
 
 
-def _composed(append: Callable[..., Tensor], attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def composed(append: Callable[..., Tensor], attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The operator, made of its two halves."""
+
     def run(
         qkv: Tensor,
         cos: Tensor,
@@ -44,6 +46,8 @@ def _composed(append: Callable[..., Tensor], attention: Callable[..., Tensor]) -
         k_scale: float = 1.0,
         v_scale: float = 1.0,
         ahead: Tensor | None = None,
+        sinks: int = 0,
+        window: int = 0,
     ) -> Tensor:
         """See the module."""
         q = append(
@@ -52,15 +56,15 @@ def _composed(append: Callable[..., Tensor], attention: Callable[..., Tensor]) -
         )  # fmt: skip
         out = attention(
             q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q,
-            max_q_len=max_q_len, scale=scale, k_scale=k_scale, v_scale=v_scale,
+            max_q_len=max_q_len, scale=scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, window=window,
         )  # fmt: skip
         return out.reshape(out.shape[0], -1)
 
     return run
 
 
-qkv_attention_ref = _composed(qkv_rope_append.qkv_rope_append_ref, paged_attention.paged_attention_ref)
-qkv_attention_cpu = _composed(qkv_rope_append.qkv_rope_append_cpu, paged_attention.paged_attention_cpu)
+qkv_attention_ref = composed(qkv_rope_append.qkv_rope_append_ref, paged_attention.paged_attention_ref)
+qkv_attention_cpu = composed(qkv_rope_append.qkv_rope_append_cpu, paged_attention.paged_attention_cpu)
 
 
 def _cases() -> Iterator[Case]:

@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "cache.h"
@@ -23,11 +24,25 @@ constexpr int64_t kTaskRows = 64;         // query rows of a task: one conversio
 constexpr int64_t kTasksPerThread = 4;    // fewer leave threads idle at the end
 constexpr int64_t kSharedProducts = 65536;  // fewer multiplications are not worth a second thread
 
+// What is seen of a chunk: its keys [0, sunk) and [begin, end), the latter empty if the former is all up to `end`.
+struct Seen {
+  int64_t sunk, begin, end;
+
+  bool any() const { return sunk > 0 || begin < end; }
+  bool whole() const { return sunk == end; }
+};
+
 // The queries [first, last) of one request for one kv head.
 struct Unit {
   int64_t request, kv_head, first, last;
-  int64_t chunks;         // of keys that its last query sees
+  int64_t chunks;         // of keys up to its last query, hidden ones left out
+  int64_t hidden_first, hidden_last;  // chunks that none of its queries sees
   int64_t partials = -1;  // where its chunks' states begin in the shared scratch, if chunks are tasks
+
+  // The chunk of keys behind the number of a chunk that is not hidden.
+  int64_t chunk(int64_t number) const {
+    return number < hidden_first ? number : number + hidden_last - hidden_first;
+  }
 };
 
 struct Task {
@@ -43,12 +58,25 @@ struct Queries {
   float scale, v_scale;
   float* out;
   int64_t num_heads;
+  int64_t sinks, window;  // a query sees positions below `sinks` and its last `window`; window 0: all
 
   int64_t count(int64_t b) const { return starts[b + 1] - starts[b]; }
   int64_t position(int64_t b, int64_t query) const { return seq_lens[b] - count(b) + query; }
-  // Keys of a chunk that a query sees; none or less if it lies past the query.
-  int64_t visible(int64_t b, int64_t query, int64_t chunk) const {
-    return std::min(kChunk, position(b, query) + 1 - chunk * kChunk);
+  // The oldest position in the window of a query.
+  int64_t window_start(int64_t b, int64_t query) const {
+    return window == 0 ? 0 : std::max<int64_t>(0, position(b, query) + 1 - window);
+  }
+  // Keys of a chunk that the queries [first, last] see together.
+  Seen seen(int64_t b, int64_t first, int64_t last, int64_t chunk) const {
+    const int64_t end = std::clamp<int64_t>(position(b, last) + 1 - chunk * kChunk, 0, kChunk);
+    const int64_t begin = std::clamp<int64_t>(window_start(b, first) - chunk * kChunk, 0, end);
+    const int64_t sunk = window == 0 ? end : std::clamp<int64_t>(sinks - chunk * kChunk, 0, end);
+    return begin <= sunk ? Seen{end, end, end} : Seen{sunk, begin, end};
+  }
+  // Chunks [first, second) are hidden from the queries from `query` on.
+  std::pair<int64_t, int64_t> hidden_chunks(int64_t b, int64_t query) const {
+    const int64_t first = window == 0 ? 0 : (sinks + kChunk - 1) / kChunk;
+    return {first, std::max(first, window_start(b, query) / kChunk)};
   }
   const float* row(int64_t b, int64_t query, int64_t head) const {
     return data + (starts[b] + query) * token_stride + head * head_stride;
@@ -65,18 +93,34 @@ float* scratch(std::vector<float>& memory, int64_t floats) {
   return reinterpret_cast<float*>((address + 63) & ~uintptr_t{63});
 }
 
-// Pointers to the keys (or values) of one chunk as float32; converted into `room` unless they are stored so.
+// Pointers to the keys (or values) [first, count) of one chunk as float32; converted into `room` unless stored so.
 template <typename C>
-void chunk_rows(const CacheView<C>& cache, const int32_t* table, int64_t chunk, int64_t count, int64_t head, float* room,
-                const float** rows) {
-  const int32_t* block = table + chunk * kChunk / cache.block_size;
-  int64_t offset = chunk * kChunk % cache.block_size;
-  for (int64_t j = 0; j < count; ++block, offset = 0) {
+void chunk_rows(const CacheView<C>& cache, const int32_t* table, int64_t chunk, int64_t first, int64_t count,
+                int64_t head, float* room, const float** rows) {
+  const int32_t* block = table + (chunk * kChunk + first) / cache.block_size;
+  int64_t offset = (chunk * kChunk + first) % cache.block_size;
+  for (int64_t j = first; j < count; ++block, offset = 0) {
     const C* row = cache.row(*block, offset, head);
     const int64_t end = std::min(count, j + cache.block_size - offset);
     for (; j < end; ++j, row += cache.slot_stride) rows[j] = as_float_row(row, room + j * cache.head_dim, cache.head_dim);
   }
-  for (int64_t j = count; j % 8 != 0; ++j) rows[j] = rows[count - 1];
+}
+
+// Pointers to what is seen of a chunk; of one seen from its first key on, readable up to the next multiple of 8.
+template <typename C>
+void load(const CacheView<C>& cache, const int32_t* table, int64_t chunk, const Seen& seen, int64_t head, float* room,
+          const float** rows) {
+  chunk_rows(cache, table, chunk, 0, seen.sunk, head, room, rows);
+  chunk_rows(cache, table, chunk, seen.begin, seen.end, head, room, rows);
+  for (int64_t j = seen.end; seen.whole() && j % 8 != 0; ++j) rows[j] = rows[seen.end - 1];
+}
+
+// What one row sees of a chunk, side by side; readable up to the next multiple of 8.
+int64_t gather(const Seen& seen, const float* const* rows, const float** own) {
+  int64_t count = std::copy(rows, rows + seen.sunk, own) - own;
+  count = std::copy(rows + seen.begin, rows + seen.end, own + count) - own;
+  for (int64_t j = count; j % 8 != 0; ++j) own[j] = own[count - 1];
+  return count;
 }
 
 void finish(const Queries& q, const Unit& unit, int64_t query, int64_t head, float* state) {
@@ -94,8 +138,9 @@ void merge_chunks(const Queries& q, const Unit& unit, float* partials) {
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t query = unit.first + r / q.group, head = unit.kv_head * q.group + r % q.group;
     clear_state(state, q.dim);
-    for (int64_t chunk = 0; chunk < unit.chunks && q.visible(unit.request, query, chunk) > 0; ++chunk) {
-      merge_states(state, partials + (unit.partials + chunk * rows + r) * size, q.dim);
+    for (int64_t number = 0; number < unit.chunks; ++number) {
+      if (!q.seen(unit.request, query, query, unit.chunk(number)).any()) continue;
+      merge_states(state, partials + (unit.partials + number * rows + r) * size, q.dim);
     }
     finish(q, unit, query, head, state);
   }
@@ -111,20 +156,24 @@ void run_task(const Queries& q, const Unit& unit, const Task& task, const CacheV
   float* v_room = k_room + kChunk * q.dim;
   float* states = v_room + kChunk * q.dim;
   float* part = states + rows * size;
-  const float *k_rows[kChunk], *v_rows[kChunk];
+  const float *k_rows[kChunk], *v_rows[kChunk], *k_own[kChunk], *v_own[kChunk];
   const int32_t* table = q.tables + unit.request * q.table_width;
   for (int64_t r = 0; alone && r < rows; ++r) clear_state(states + r * size, q.dim);
-  for (int64_t chunk = task.first_chunk; chunk < task.last_chunk; ++chunk) {
-    const int64_t used = q.visible(unit.request, unit.last - 1, chunk);
-    if (used <= 0) break;
-    chunk_rows(k_cache, table, chunk, used, unit.kv_head, k_room, k_rows);
-    chunk_rows(v_cache, table, chunk, used, unit.kv_head, v_room, v_rows);
+  for (int64_t number = task.first_chunk; number < task.last_chunk; ++number) {
+    const int64_t chunk = unit.chunk(number);
+    const Seen all = q.seen(unit.request, unit.first, unit.last - 1, chunk);
+    load(k_cache, table, chunk, all, unit.kv_head, k_room, k_rows);
+    load(v_cache, table, chunk, all, unit.kv_head, v_room, v_rows);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t query = unit.first + r / q.group, head = unit.kv_head * q.group + r % q.group;
-      const int64_t count = q.visible(unit.request, query, chunk);
-      if (count <= 0) continue;
-      float* state = alone ? part : partials + (unit.partials + chunk * rows + r) * size;
-      attend_chunk(q.row(unit.request, query, head), k_rows, v_rows, count, q.scale, q.dim, state);
+      const Seen seen = q.seen(unit.request, query, query, chunk);
+      if (!seen.any()) continue;
+      const bool direct = all.whole() && seen.whole();
+      const int64_t count = direct ? seen.end : gather(seen, k_rows, k_own);
+      if (!direct) gather(seen, v_rows, v_own);
+      float* state = alone ? part : partials + (unit.partials + number * rows + r) * size;
+      attend_chunk(q.row(unit.request, query, head), direct ? k_rows : k_own, direct ? v_rows : v_own, count, q.scale,
+                   q.dim, state);
       if (alone) merge_states(states + r * size, state, q.dim);
     }
   }
@@ -148,11 +197,13 @@ Plan plan(const Queries& q, int64_t requests, int64_t kv_heads) {
     // the last queries see the most keys: started first, they do not end up alone
     for (int64_t last = q.count(b); last > 0; last -= block) {
       const int64_t first = std::max<int64_t>(0, last - block), rows = (last - first) * q.group;
-      const int64_t chunks = std::max<int64_t>(1, (q.position(b, last - 1) + kChunk) / kChunk);
+      const auto [hidden_first, hidden_last] = q.hidden_chunks(b, first);
+      const int64_t total = std::max<int64_t>(1, (q.position(b, last - 1) + kChunk) / kChunk);
+      const int64_t chunks = total - (hidden_last - hidden_first);
       const bool split = few && q.count(b) <= block && chunks > 1;
       const auto unit = static_cast<int64_t>(p.units.size());
       for (int64_t h = 0; h < kv_heads; ++h) {
-        p.units.push_back({b, h, first, last, chunks, split ? p.partial_states : -1});
+        p.units.push_back({b, h, first, last, chunks, hidden_first, hidden_last, split ? p.partial_states : -1});
         if (split) p.partial_states += chunks * rows;
       }
       // a chunk's heads in a row: they share cache lines and pages
@@ -187,6 +238,8 @@ void check_lengths(const Queries& q, int64_t requests, int64_t tokens, int64_t n
     TORCH_CHECK_VALUE(blocks <= q.table_width, "request ", b, " has seq_len ", q.seq_lens[b], ", which needs ", blocks,
                       " blocks of ", block_size, ", but block_tables has ", q.table_width, " columns");
     for (int64_t i = 0; i < blocks; ++i) {
+      const bool hidden = q.window > 0 && i * block_size >= q.sinks && (i + 1) * block_size <= q.window_start(b, 0);
+      if (hidden) continue;
       const int64_t id = q.tables[b * q.table_width + i];
       TORCH_CHECK_VALUE(id >= 0 && id < num_blocks, "block ", id, " of request ", b, " lies outside the cache's ",
                         num_blocks, " blocks");
@@ -202,13 +255,14 @@ at::Tensor as_int32(const at::Tensor& t, at::IntArrayRef sizes, const char* name
 
 at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
                            const at::Tensor& block_tables, const at::Tensor& seq_lens, const at::Tensor& cu_seqlens_q,
-                           double scale, double k_scale, double v_scale) {
+                           double scale, double k_scale, double v_scale, int64_t sinks, int64_t window) {
   check_caches(k_cache, v_cache);
   const int64_t dim = k_cache.size(3), kv_heads = k_cache.size(2), requests = block_tables.size(0);
   TORCH_CHECK_VALUE(q.scalar_type() == at::kFloat && q.dim() == 3 && q.size(2) == dim && q.size(1) % kv_heads == 0,
                     "q must be float32 [T, H, ", dim, "] with H a multiple of ", kv_heads, ", not ", q.scalar_type(), " ",
                     q.sizes());
   TORCH_CHECK_VALUE(dim % 8 == 0, "head_dim ", dim, " must be a multiple of 8");
+  TORCH_CHECK_VALUE(sinks >= 0 && window >= 0, "sinks and window must not be negative, not ", sinks, " and ", window);
   const at::Tensor rows = q.stride(2) == 1 ? q : contiguous(q);
   const at::Tensor tables = as_int32(block_tables, {requests, block_tables.size(1)}, "block_tables");
   const at::Tensor lens = as_int32(seq_lens, {requests}, "seq_lens");
@@ -227,7 +281,9 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const
                     static_cast<float>(scale * k_scale),
                     static_cast<float>(v_scale),
                     out.mutable_data_ptr<float>(),
-                    rows.size(1)};
+                    rows.size(1),
+                    sinks,
+                    window};
     check_lengths(queries, requests, rows.size(0), k_cache.size(0), k_cache.size(1));
     const int64_t used = queries.starts[requests] * rows.size(1) * dim;
     std::fill(queries.out + used, queries.out + out.numel(), 0.0f);
@@ -244,7 +300,7 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const
 TORCH_LIBRARY_FRAGMENT(STRATA_NAMESPACE, m) {
   m.def(
       "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, "
-      "Tensor cu_seqlens_q, float scale, float k_scale, float v_scale) -> Tensor");
+      "Tensor cu_seqlens_q, float scale, float k_scale, float v_scale, int sinks=0, int window=0) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(STRATA_NAMESPACE, CPU, m) { m.impl("paged_attention", &paged_attention); }

@@ -6,6 +6,8 @@ ragged one (`attention_prefill.py`). Contracts: `kernels/paged_attention.py` and
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from strata_lab.kernels.gpu.attention_decode import decode, decode_fused
@@ -25,9 +27,11 @@ def paged_attention_triton(
     scale: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: int = 0,
+    window: int = 0,
 ) -> Tensor:
     """`paged_attention_ref` for caches of one shape and contiguous heads; blocks are not checked."""
-    scales = {"scale": scale, "k_scale": k_scale, "v_scale": v_scale}
+    scales: Any = {"scale": scale, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks, "window": window}
     if max_q_len == 1:
         return decode(q, k_cache, v_cache, block_tables, seq_lens, **scales)
     return prefill(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, max_q_len=max_q_len, **scales)
@@ -54,13 +58,15 @@ def qkv_attention_triton(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     ahead: Tensor | None = None,
+    sinks: int = 0,
+    window: int = 0,
 ) -> Tensor:
     """All between the QKV product and the output projection: [T, (H + 2 Hkv) * D] -> [T, H * D].
 
     It is `qkv_rope_append`, then `paged_attention`; for a decode step in one kernel, which takes for granted that a
     slot is that of its request's last position and that only `qkv` was written by the kernel just before.
     """
-    scales = {"scale": scale, "k_scale": k_scale, "v_scale": v_scale}
+    scales: Any = {"scale": scale, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks, "window": window}
     if max_q_len == 1:
         return decode_fused(
             qkv, cos, sin, q_norm_weight, k_norm_weight, eps, k_cache, v_cache, slot_mapping, block_tables, seq_lens,

@@ -17,6 +17,7 @@ value are used as stored, from registers.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -28,8 +29,17 @@ from torch import Tensor
 
 from strata_lab.kernels.gpu import launch, meta
 from strata_lab.kernels.gpu.attention_config import DecodeConfig, ahead_bytes, decode_config
-from strata_lab.kernels.gpu.attention_tiles import LOG2E, block_ids, combine, held, operand
-from strata_lab.kernels.gpu.gemv_math import prefetch
+from strata_lab.kernels.gpu.attention_tiles import (
+    LOG2E,
+    ask_ahead,
+    block_ids,
+    combine,
+    held,
+    hidden_tiles,
+    is_seen,
+    operand,
+    place,
+)
 from strata_lab.kernels.gpu.kv_write import rms_factor, rotated, stored
 
 ROWS = 16  # query heads of a group, padded to the smallest tile of tl.dot
@@ -40,14 +50,14 @@ LINE = 128  # bytes of a line of the cache
 
 @triton.jit
 def _load_tile(
-    k_ptr, v_ptr, ids, first, limit, block_stride, slot_stride, D: tl.constexpr, HALF_P: tl.constexpr,
-    D_P: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    k_ptr, v_ptr, ids, first, limit, oldest, block_stride, slot_stride, D: tl.constexpr, HALF_P: tl.constexpr,
+    D_P: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of K [TILE, HALF_P] and V [TILE, D_P]; zeros from position `limit` on, whatever lies there."""
+    """Both halves of K [TILE, HALF_P] and V [TILE, D_P]; zeros where nothing is seen, whatever lies there."""
     HALF: tl.constexpr = D // 2
     rows = tl.arange(0, TILE)[:, None]
     at = ids.to(tl.int64) * block_stride + (first + rows) % BLOCK_SIZE * slot_stride
-    seen = first + rows < limit
+    seen = is_seen(first + rows, limit, oldest, SINKS, WINDOW)
     half = tl.arange(0, HALF_P)[None, :]
     first_half = tl.load(k_ptr + at + half, mask=seen & (half < HALF), other=0.0)
     second_half = tl.load(k_ptr + at + half + HALF, mask=seen & (half < HALF), other=0.0)
@@ -57,13 +67,13 @@ def _load_tile(
 
 @triton.jit
 def _attend(
-    q_first, q_second, k_first, k_second, v, first, limit, to_log2, highest, total, acc, TILE: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    q_first, q_second, k_first, k_second, v, first, limit, oldest, to_log2, highest, total, acc, TILE: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Softmax goes on over one tile: new maxima, sums [ROWS] and weighted values [ROWS, D_P]."""
     scores = tl.dot(q_first, tl.trans(k_first.to(DOT)), input_precision=PRECISION)
     scores = tl.dot(q_second, tl.trans(k_second.to(DOT)), scores, input_precision=PRECISION)
-    seen = first + tl.arange(0, TILE)[None, :] < limit
+    seen = is_seen(first + tl.arange(0, TILE)[None, :], limit, oldest, SINKS, WINDOW)
     scores = tl.where(seen, scores * to_log2, float("-inf"))  # [ROWS, TILE]
     higher = tl.maximum(highest, tl.max(scores, axis=1))
     base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen so far: a request of one token, or of none
@@ -75,13 +85,6 @@ def _attend(
 
 
 @triton.jit
-def _ask_ahead(ahead_ptr, program, LINES: tl.constexpr, EACH: tl.constexpr):
-    """This program's share of the lines of weights that a later kernel reads, to the second-level cache."""
-    line = tl.minimum(program * EACH + tl.arange(0, EACH), LINES - 1)
-    prefetch(ahead_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + line * 128)
-
-
-@triton.jit
 def _attention_decode_kernel(
     x_ptr, out_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, seq_lens_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
     slots_ptr, acc_ptr, stats_ptr, counters_ptr, ahead_ptr, eps, scale, k_scale, v_scale, x_stride, table_stride,
@@ -89,7 +92,7 @@ def _attention_decode_kernel(
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF_P: tl.constexpr, D_P: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, FUSED: tl.constexpr,
     ROWS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, SCALED: tl.constexpr, HOLD: tl.constexpr,
-    LINES: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
+    LINES: tl.constexpr, EACH: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x: q rows [B, H * D], or with FUSED rows of the QKV product. See the module."""
     HALF: tl.constexpr = D // 2
@@ -99,12 +102,15 @@ def _attention_decode_kernel(
         launch.wait(PDL)
         launch.trigger(PDL)
     seq_len = tl.load(seq_lens_ptr + request)
+    oldest = seq_len - WINDOW  # position in the window
+    hidden = hidden_tiles(oldest, SINKS, WINDOW, TILE)
+    seq_len -= hidden * TILE  # from here on `begin`, `end` and `limit` count without the tiles that are hidden
     tiles = tl.cdiv(seq_len, TILE)
     per_split = tl.cdiv(tiles, SPLITS)
     active = tl.maximum(tl.cdiv(tiles, tl.maximum(per_split, 1)), 1)
     if split >= active:
         if LINES > 0:
-            _ask_ahead(ahead_ptr, (request * HKV + kv_head) * SPLITS + split, LINES, EACH)
+            ask_ahead(ahead_ptr, (request * HKV + kv_head) * SPLITS + split, LINES, EACH)
         return
     begin = split * per_split * TILE
     end = tl.minimum(begin + per_split * TILE, seq_len)
@@ -116,13 +122,15 @@ def _attention_decode_kernel(
         limit = tl.where(is_last & (slot >= 0), end - 1, end)
     table = tables_ptr + request * table_stride
     k_base, v_base = k_cache_ptr + kv_head * D, v_cache_ptr + kv_head * D
-    ids = block_ids(table, begin, limit, BLOCK_SIZE, TILE)
+    at = place(begin, hidden, SINKS, WINDOW, TILE)
+    ids = block_ids(table, at, limit + at - begin, BLOCK_SIZE, TILE)
     tile_first, tile_second, tile_v = _load_tile(
-        k_base, v_base, ids, begin, limit, block_stride, slot_stride, D, HALF_P, D_P, BLOCK_SIZE, TILE
-    )
+        k_base, v_base, ids, at, limit + at - begin, oldest, block_stride, slot_stride, D, HALF_P, D_P, BLOCK_SIZE,
+        TILE, SINKS, WINDOW,
+    )  # fmt: skip
 
     if LINES > 0:
-        _ask_ahead(ahead_ptr, (request * HKV + kv_head) * SPLITS + split, LINES, EACH)
+        ask_ahead(ahead_ptr, (request * HKV + kv_head) * SPLITS + split, LINES, EACH)
     rows = tl.arange(0, ROWS)[:, None]
     half, col = tl.arange(0, HALF_P)[None, :], tl.arange(0, D_P)
     within = half < HALF
@@ -171,10 +179,10 @@ def _attention_decode_kernel(
                 stored(k_second, k_scale, KV_DTYPE, SCALED),
             )
             v_kept = stored(v_new, v_scale, KV_DTYPE, SCALED)
-            at = slot.to(tl.int64) // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride
-            tl.store(k_base + at + half + rows * 0, k_kept, mask=(rows == 0) & within)
-            tl.store(k_base + at + HALF + half + rows * 0, k_kept_second, mask=(rows == 0) & within)
-            tl.store(v_base + at + col, v_kept, mask=col < D)
+            new = slot.to(tl.int64) // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride
+            tl.store(k_base + new + half + rows * 0, k_kept, mask=(rows == 0) & within)
+            tl.store(k_base + new + HALF + half + rows * 0, k_kept_second, mask=(rows == 0) & within)
+            tl.store(v_base + new + col, v_kept, mask=col < D)
             product = q_first.to(tl.float32) * k_kept.to(tl.float32)
             product += q_second.to(tl.float32) * k_kept_second.to(tl.float32)
             highest = tl.sum(product, axis=1) * to_log2
@@ -183,18 +191,21 @@ def _attention_decode_kernel(
     q_first, q_second = q_first.to(DOT), q_second.to(DOT)
 
     highest, total, acc = _attend(
-        q_first, q_second, tile_first, tile_second, tile_v, begin, limit, to_log2, highest, total, acc, TILE, DOT,
-        PRECISION,
+        q_first, q_second, tile_first, tile_second, tile_v, at, limit + at - begin, oldest, to_log2, highest, total,
+        acc, TILE, DOT, PRECISION, SINKS, WINDOW,
     )  # fmt: skip
     if begin + TILE < limit:  # spares programs of one tile the start of a pipelined loop
         for here in range(begin + TILE, limit, TILE):
-            ids = block_ids(table, here, limit, BLOCK_SIZE, TILE)
+            at = place(here, hidden, SINKS, WINDOW, TILE)
+            until = limit + at - here
+            ids = block_ids(table, at, until, BLOCK_SIZE, TILE)
             tile_first, tile_second, tile_v = _load_tile(
-                k_base, v_base, ids, here, limit, block_stride, slot_stride, D, HALF_P, D_P, BLOCK_SIZE, TILE
-            )
+                k_base, v_base, ids, at, until, oldest, block_stride, slot_stride, D, HALF_P, D_P, BLOCK_SIZE, TILE,
+                SINKS, WINDOW,
+            )  # fmt: skip
             highest, total, acc = _attend(
-                q_first, q_second, tile_first, tile_second, tile_v, here, limit, to_log2, highest, total, acc, TILE,
-                DOT, PRECISION,
+                q_first, q_second, tile_first, tile_second, tile_v, at, until, oldest, to_log2, highest, total, acc,
+                TILE, DOT, PRECISION, SINKS, WINDOW,
             )  # fmt: skip
 
     head = request * HKV + kv_head
@@ -222,13 +233,13 @@ def _attention_decode_kernel(
 def _launch(
     x: Tensor, out: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, seq_lens: Tensor, q_heads: int,
     scale: float, k_scale: float, v_scale: float, eps: float, config: DecodeConfig | None,
-    fused: tuple[Tensor | None, ...] = (None,) * 5, ahead: Tensor | None = None,
+    fused: tuple[Tensor | None, ...] = (None,) * 5, ahead: Tensor | None = None, sinks: int = 0, window: int = 0,
 ) -> Tensor:  # fmt: skip
     _, block_size, kv_heads, width = k_cache.shape
     assert k_cache.stride() == v_cache.stride() and k_cache.stride()[2:] == (width, 1), k_cache.stride()
     batch, group, device = seq_lens.shape[0], q_heads // kv_heads, x.device
     dot, precision = operand(x.dtype, k_cache.dtype)
-    max_tokens = tables.shape[1] * block_size
+    max_tokens = min(tables.shape[1] * block_size, sinks + window if window else sys.maxsize)
     c = config or decode_config(batch, kv_heads, max_tokens, dot == tl.float32, launch.num_sms(device))
     acc = stats = arrivals = None
     if c.splits > 1:
@@ -246,6 +257,7 @@ def _launch(
         x.stride(0), tables.stride(0), k_cache.stride(0), k_cache.stride(1), group, kv_heads, width, half_padded,
         padded_width, block_size, c.tile, c.splits, 1 << (chunk.bit_length() - 1), fused[0] is not None, ROWS, dot,
         precision, (k_scale, v_scale) != (1.0, 1.0), not launch.INTERPRETED, lines, each,
+        sinks, window,
         **launch.options(device, num_warps=c.num_warps, num_stages=c.num_stages, early=True),
     )  # fmt: skip
     return out
@@ -261,13 +273,18 @@ def decode(
     scale: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: int = 0,
+    window: int = 0,
     config: DecodeConfig | None = None,
 ) -> Tensor:
     """`paged_attention` of q [B, H, D], one token per request."""
     q = q.contiguous()
     out = torch.empty_like(q)
     heads = q.shape[1]
-    return _launch(q, out, k_cache, v_cache, block_tables, seq_lens, heads, scale, k_scale, v_scale, 0.0, config)
+    return _launch(
+        q, out, k_cache, v_cache, block_tables, seq_lens, heads, scale, k_scale, v_scale, 0.0, config, sinks=sinks,
+        window=window,
+    )  # fmt: skip
 
 
 def decode_fused(
@@ -288,6 +305,8 @@ def decode_fused(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     ahead: Tensor | None = None,
+    sinks: int = 0,
+    window: int = 0,
     config: DecodeConfig | None = None,
 ) -> Tensor:
     """`qkv_rope_append` and attention of qkv [B, (H + 2 Hkv) * D] -> [B, H * D].
@@ -299,7 +318,7 @@ def decode_fused(
     out = torch.empty((qkv.shape[0], num_q_heads * k_cache.shape[3]), dtype=qkv.dtype, device=qkv.device)
     return _launch(
         qkv, out, k_cache, v_cache, block_tables, seq_lens, num_q_heads, scale, k_scale, v_scale, eps, config,
-        (cos, sin, q_norm_weight, k_norm_weight, slot_mapping), ahead,
+        (cos, sin, q_norm_weight, k_norm_weight, slot_mapping), ahead, sinks, window,
     )  # fmt: skip
 
 
@@ -312,10 +331,8 @@ def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         for kv, dtype, length in itertools.product(
             (torch.float8_e4m3fn, torch.bfloat16, torch.float32), (torch.bfloat16, torch.float32), (512, 32768)
         ):
-            cache, tables = (
-                meta.tensor(4096, 16, heads[1], width, dtype=kv),
-                meta.tensor(1, length // 16, dtype=torch.int32),
-            )
+            cache = meta.tensor(4096, 16, heads[1], width, dtype=kv)
+            tables = meta.tensor(1, length // 16, dtype=torch.int32)
             qkv = meta.tensor(1, (heads[0] + 2 * heads[1]) * width, dtype=dtype)
             config = decode_config(1, heads[1], length, torch.float32 in (kv, dtype), 132)
             yield (
@@ -329,4 +346,5 @@ def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     ahead = partial(decode_fused, qkv, turn, turn, None, None, 1e-6, cache, cache, slots, tables, lens, num_q_heads=32)
     yield "ahead", partial(ahead, scale=0.1, ahead=later, config=decode_config(1, 8, 512, False, 132))
     cache, q, tables = meta.tensor(4096, 16, 4, 128), meta.tensor(1, 32, 128), meta.tensor(1, 64, dtype=torch.int32)
+    yield "window", partial(ahead, scale=0.1, sinks=4, window=1024, config=decode_config(1, 8, 1028, False, 132))
     yield "unfused", partial(decode, q, cache, cache, tables, lens, scale=0.1, config=DecodeConfig(64, 16))

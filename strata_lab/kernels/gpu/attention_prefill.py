@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strata_lab.kernels.gpu import launch, meta
-from strata_lab.kernels.gpu.attention_tiles import LOG2E, block_ids, operand
+from strata_lab.kernels.gpu.attention_tiles import LOG2E, block_ids, hidden_tiles, is_seen, operand, place
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _attention_prefill_kernel(
     q_ptr, out_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, seq_lens_ptr, starts_ptr, scale, k_scale, v_scale, tokens,
     num_requests, table_stride, block_stride, slot_stride, G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
     D_P: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q and out [T, HKV * G, D], contiguous. The requests of the grid are followed by one for the rows of nobody."""
     block, kv_head, request = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -93,18 +93,26 @@ def _attention_prefill_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     acc = tl.zeros([BLOCK, D_P], tl.float32)
     to_log2 = scale * k_scale * LOG2E
-    for here in range(0, limit, TILE):
+    oldest = seq_len - q_len + block * BLOCK // G - WINDOW + 1  # position in the window of the program's first query
+    hidden = hidden_tiles(oldest, SINKS, WINDOW, TILE)
+    for compact in range(0, limit - hidden * TILE, TILE):
+        here = place(compact, hidden, SINKS, WINDOW, TILE)
         ids = block_ids(table, here, limit, BLOCK_SIZE, TILE)
         offset = ids.to(tl.int64) * block_stride + (here + tile) % BLOCK_SIZE * slot_stride
-        used = (here + tile < limit) & (cols < D)  # what no row may see is not even read: it may be NaN
+        # what no row may see is not even read: it may be NaN
+        used = is_seen(here + tile, limit, oldest, SINKS, WINDOW) & (cols < D)
         k = tl.load(k_base + offset, mask=used, other=0.0).to(DOT)
         v = tl.load(v_base + offset, mask=used, other=0.0).to(DOT)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * to_log2
-        seen = here + tl.arange(0, TILE)[None, :] <= position[:, None]
-        scores = tl.where(seen, scores, float("-inf"))  # [BLOCK, TILE]; every row sees position 0
+        until = position[:, None] + 1
+        seen = is_seen(here + tl.arange(0, TILE)[None, :], until, until - WINDOW, SINKS, WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))  # [BLOCK, TILE]; without a window every row sees position 0
         higher = tl.maximum(highest, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - higher[:, None])
-        shrink = tl.exp2(highest - higher)
+        base = higher
+        if WINDOW > 0:
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # a row may have seen nothing so far
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(highest - base)
         total = total * shrink + tl.sum(weights, axis=1)
         acc = tl.dot(weights.to(DOT), v, acc * shrink[:, None], input_precision=PRECISION)
         highest = higher
@@ -124,6 +132,8 @@ def prefill(
     scale: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: int = 0,
+    window: int = 0,
     config: PrefillConfig | None = None,
 ) -> Tensor:
     """`paged_attention` of q [T, H, D] for any query lengths."""
@@ -137,7 +147,7 @@ def prefill(
     _attention_prefill_kernel[(triton.cdiv(max_q_len * group, c.block), kv_heads, batch + 1)](
         q, out, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, scale, k_scale, v_scale, tokens, batch,
         block_tables.stride(0), k_cache.stride(0), k_cache.stride(1), group, kv_heads, width,
-        max(triton.next_power_of_2(width), 16), block_size, c.block, c.tile, dot, precision,
+        max(triton.next_power_of_2(width), 16), block_size, c.block, c.tile, dot, precision, sinks, window,
         **launch.options(q.device, num_warps=c.num_warps, num_stages=c.num_stages),
     )  # fmt: skip
     return out
@@ -162,3 +172,7 @@ def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                         f"{name}-{q_len}-{dtype}-{kv}".replace("torch.", ""),
                         partial(prefill, q, cache, cache, tables, lens, starts, max_q_len=q_len, scale=0.1),
                     )
+                    if q_len == 2048:
+                        some = {"sinks": 4, "window": 1024}
+                        call = partial(prefill, q, cache, cache, tables, lens, starts, max_q_len=q_len, scale=0.1)
+                        yield f"window-{name}-{dtype}-{kv}".replace("torch.", ""), partial(call, **some)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from strata_lab.kernels.gpu import launch
+from strata_lab.kernels.gpu.gemv_math import prefetch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -25,6 +26,38 @@ def block_ids(table_ptr, first, limit, BLOCK_SIZE: tl.constexpr, TILE: tl.conste
         block = tl.load(table_ptr + start // BLOCK_SIZE, mask=start < limit, other=0)
         ids = tl.where(rows // BLOCK_SIZE == j, block, ids)
     return ids
+
+
+@triton.jit
+def is_seen(position, limit, oldest, SINKS: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether positions are seen: before `limit` and, with a window, sinks or not before `oldest`."""
+    seen = position < limit
+    if WINDOW > 0:
+        seen = seen & ((position < SINKS) | (position >= oldest))
+    return seen
+
+
+@triton.jit
+def hidden_tiles(oldest, SINKS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """How many tiles behind those of the sinks are seen by no query; `oldest`: first position of the first window."""
+    if WINDOW == 0:
+        return 0
+    return tl.maximum(tl.maximum(oldest, 0) // TILE - (SINKS + TILE - 1) // TILE, 0)
+
+
+@triton.jit
+def place(here, hidden, SINKS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """Position of the tile that is the one at `here` when `hidden` tiles behind the sinks are left out."""
+    if WINDOW == 0:
+        return here
+    return tl.where(here < (SINKS + TILE - 1) // TILE * TILE, here, here + hidden * TILE)
+
+
+@triton.jit
+def ask_ahead(ahead_ptr, program, LINES: tl.constexpr, EACH: tl.constexpr):
+    """This program's share of the lines of weights that a later kernel reads, to the second-level cache."""
+    line = tl.minimum(program * EACH + tl.arange(0, EACH), LINES - 1)
+    prefetch(ahead_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + line * 128)
 
 
 @triton.jit

@@ -81,7 +81,7 @@ class Step:
         half = c.half and exact and self.dtype != torch.float32 and rows % GROUP == 0 and self._whole
         h = torch.empty(self.x.shape, dtype=torch.float16 if half else torch.float32, device=self.x.device)
         self.unit = self.empty(self.tokens, dtype=torch.float32) if half else None
-        logits = _few_logits(self.x, router, norm_weight, eps, h, self.unit, self.format == "int4")
+        logits = few_logits(self.x, router, norm_weight, eps, h, self.unit, self.format == "int4")
         self.x = h
         return logits
 
@@ -215,8 +215,13 @@ class Step:
         )  # fmt: skip
         return out
 
-    def grouped(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None) -> Tensor:
-        """Many tokens x [T, hidden], normalized already; `residual` is added to the result."""
+    def grouped(
+        self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None, block_t: int | None = None
+    ) -> Tensor:
+        """Many tokens x [T, hidden], normalized already; `residual` is added to the result.
+
+        `block_t`: pairs of a tile; by their number if None.
+        """
         c, device = self.config, x.device
         order = self.empty(self.pairs, dtype=torch.int32)
         offsets = self.empty(self.experts + 1, dtype=torch.int32)
@@ -228,7 +233,8 @@ class Step:
         # a tile wider than an expert's share is mostly padding
         terms = {torch.bfloat16: 1, torch.float16: 2}.get(x.dtype, 3)  # bfloat16 numbers that make an element of x
         wide = terms > 1  # more shared memory, more registers
-        block_t = min(32 if wide else c.block_t, max(16, triton.next_power_of_2(self.pairs // self.experts)))
+        share = max(16, triton.next_power_of_2(self.pairs // self.experts))
+        block_t = block_t or min(32 if wide else c.block_t, share)
         tiles = -(-self.pairs // block_t) + self.experts
         warps, stages = (8, 2) if wide else (c.grouped_warps, c.grouped_stages)
         for w, source, out, rows in ((self.gate_up, x, h, self.width), (self.down, h, y, self.hidden)):
@@ -265,7 +271,7 @@ def route_logits(x: Tensor, router: Tensor) -> Tensor:
     """Router logits [T, E] float32 of x as it is."""
     tokens, hidden = x.shape
     if tokens <= DECODE_TOKENS:
-        return _few_logits(x, router, None, 0.0, None, None)
+        return few_logits(x, router, None, 0.0, None, None)
     experts = router.shape[0]
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
     widest = x.dtype if x.dtype == router.dtype else torch.float32
@@ -277,7 +283,7 @@ def route_logits(x: Tensor, router: Tensor) -> Tensor:
     return logits
 
 
-def _few_logits(
+def few_logits(
     x: Tensor, router: Tensor, norm_weight: Tensor | None, eps: float, h: Tensor | None, unit: Tensor | None,
     paired: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -297,12 +303,16 @@ def _few_logits(
 
 
 def select(
-    logits: Tensor, weights: Tensor, ids: Tensor, normalize: bool, plan: Plan | None = None, m: int = 1
+    logits: Tensor, weights: Tensor, ids: Tensor, normalize: bool, plan: Plan | None = None, m: int = 1,
+    t_block: int | None = None,
 ) -> None:  # fmt: skip
-    """Weights and ids of logits [T, E], and the plan with `m` pairs to an entry."""
+    """Weights and ids of logits [T, E], and the plan with `m` pairs to an entry.
+
+    `t_block`: tokens of a program; by their number if None.
+    """
     tokens, experts = logits.shape
     e_block = triton.next_power_of_2(experts)
-    t_block = min(ROUTE_TOKENS, triton.next_power_of_2(tokens))
+    t_block = t_block or min(ROUTE_TOKENS, triton.next_power_of_2(tokens))
     j_block = max(1, min(e_block, COMPARED // (t_block * e_block)))
     select_kernel[(-(-tokens // t_block),)](
         logits, weights, ids, *(plan or (None, None, None)), tokens, E=experts, E_BLOCK=e_block, T_BLOCK=t_block,
