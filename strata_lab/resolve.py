@@ -113,8 +113,9 @@ class Resolver:
             per_block = block_bytes(self.model_config, self.config.block_size, resolved.kv_cache_dtype or "bf16")
             raise ConfigError(
                 f"max_model_len={wish.max_model_len} needs {needed} KV blocks but the pool has {blocks} ({tokens} "
-                f"tokens), {needed * per_block / 2**20:.1f} MiB against {blocks * per_block / 2**20:.1f}; try max_model_len={tokens}, a larger "
-                f"gpu_memory_utilization or num_kv_blocks, kv_cache_dtype='fp8', or a kv_window"
+                f"tokens), {needed * per_block / 2**20:.1f} MiB against {blocks * per_block / 2**20:.1f}; try "
+                f"max_model_len={tokens}, a larger gpu_memory_utilization or num_kv_blocks, kv_cache_dtype='fp8', "
+                f"or a kv_window"
             )
         return resolved
 
