@@ -41,11 +41,16 @@ from strata_lab.resolve import ProgressFn, Resolver
 from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import EagerStep, Runner
 from strata_lab.sampler import Sampler
+from strata_lab.speculative.draft_model import DraftModel
+from strata_lab.speculative.make import check_vocabulary, model_drafter, speculator
+from strata_lab.speculative.ngram import NgramDrafter
+from strata_lab.speculative.speculator import NoSpeculation, Speculation
 from strata_lab.telemetry.governor import Governor, NoGovernor
 from strata_lab.telemetry.monitor import NO_CPU_SENSOR, source_for
 
 # Prompt tokens between two steps of decodes with `pd_split`: on 2 cores the default model takes 60 ms for 64.
 SLICE_TOKENS = {"cpu": 64, "cuda": 512}
+MAX_DRAFT_BLOCKS = 4096  # of a draft model's pool: 65,536 tokens in blocks of 16; requests beyond go without guesses
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,7 @@ class Parts:
     host_blocks: HostBlocks
     retention: Retention
     basis: bytes  # tells ways of computing keys and values apart
+    speculation: Speculation
     max_model_len: int
 
 
@@ -85,11 +91,12 @@ class Builder(Resolver):
         if current is not None and (weights is not current.weights or kv is not current.kv):
             self._runners = {}
         assert resolved.max_model_len is not None
+        runner = self._runner(resolved, weights, kv)
         return Parts(
             optimizations=resolved,
             weights=weights,
             kv=kv,
-            runner=self._runner(resolved, weights, kv),
+            runner=runner,
             admission=ContinuousAdmission() if resolved.continuous_batching else StaticAdmission(),
             prefill=self._prefill() if resolved.pd_split else MixedPrefill(),
             lane=self._lane(resolved, weights, kv) if resolved.pd_split else None,
@@ -100,6 +107,7 @@ class Builder(Resolver):
             governor=self._governor(resolved.thermal_governor, resolved.max_num_seqs, current),
             preemption=self._preemption(host_blocks, current, weights),
             host_blocks=host_blocks,
+            speculation=self._speculation(resolved, runner, weights, kv),
             max_model_len=resolved.max_model_len,
         )
 
@@ -216,11 +224,14 @@ class Builder(Resolver):
     def _plain(self, step: Any) -> Runner:
         return Runner(step, Sampler(), self.config.block_size, self.device)
 
+    def _recorder(self) -> CudaRecorder | CpuRecorder:
+        return CudaRecorder() if self.device.type == "cuda" else CpuRecorder()
+
     def _captured(self, eager: EagerStep) -> Runner | RunAhead:
         if self.device.type == "cpu" and self.config.capture == "inductor":
             step: CompiledStep | CapturedStep = CompiledStep(eager)
         else:
-            recorder = CudaRecorder() if self.device.type == "cuda" else CpuRecorder()
+            recorder = self._recorder()
             step = CapturedStep(eager, recorder)
         if self.backend == "triton":
             sampling = GpuSampling(self.config.block_size, self.model_config.vocab_size, self.device)
@@ -230,6 +241,48 @@ class Builder(Resolver):
             return ahead
         step.prepare(lambda fraction: self.progress("capturing the decode step", fraction))
         return self._plain(step)
+
+    def _speculation(
+        self, resolved: Optimizations, runner: Runner | RunAhead, weights: ModelWeights, kv: KVCache
+    ) -> Speculation:
+        """Who guesses, with what it knows of this runner's costs: kept beside the runner.
+
+        They are measured on a step of its own: the buffers of the runner's captured one may be in use meanwhile.
+        """
+        if resolved.speculative == "none":
+            return NoSpeculation()
+        key = (resolved.speculative, resolved.num_draft_tokens, id(runner))
+        if key not in self._runners:
+            self.progress("measuring what verification costs", 0.0)
+            drafter = NgramDrafter() if resolved.speculative == "ngram" else self._draft_model(resolved)
+            eager = self._eager(resolved, weights, kv)
+            captured = isinstance(_plain_runner(runner).step, CapturedStep)
+            step = CapturedStep(eager, self._recorder()) if captured else eager
+            most = resolved.num_draft_tokens
+            self._runners[key] = speculator(drafter, step, self.config.block_size, self.device, most)
+            self.progress("measuring what verification costs", 1.0)
+        return self._runners[key]
+
+    def _draft_model(self, resolved: Optimizations) -> DraftModel:
+        """The model that guesses: a small engine's parts without its loop, kept until the weights change."""
+        name, size = self.config.draft_model, self.config.block_size
+        assert name is not None
+        blocks = resolved.max_num_seqs * -(-(resolved.max_model_len or 1) // size)
+        key = ("draft model", name, blocks)
+        if key not in self._runners:
+            config = EngineConfig(
+                model=name, device=str(self.device), dtype=self.config.dtype, block_size=size, seed=self.config.seed,
+                num_kv_blocks=min(blocks, MAX_DRAFT_BLOCKS),
+            )  # fmt: skip
+            builder = Builder(config, self.progress)
+            target, mine = self.checkpoint.tokenizer(), builder.checkpoint.tokenizer()
+            vocab_size = builder.model_config.vocab_size
+            check_vocabulary(name, vocab_size, mine, self.model_config.vocab_size, target)
+            parts = builder.parts(builder.resolve(Optimizations()))
+            self.fallbacks += [f for f in builder.fallbacks if f not in self.fallbacks]
+            step = _plain_runner(parts.runner).step
+            self._runners[key] = model_drafter(step, parts.kv.num_blocks, size, self.device, name)
+        return self._runners[key]
 
     def forget_captures(self) -> None:
         """Drop every runner, and with it captures and what they hold."""
@@ -245,6 +298,10 @@ def _drain(device: torch.device) -> None:
     """Wait until a device has nothing queued; a CPU never has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _plain_runner(runner: Runner | RunAhead) -> Runner:
+    return runner.runner if isinstance(runner, RunAhead) else runner
 
 
 def changed_fields(before: Optimizations, after: Optimizations) -> Mapping[str, Any]:

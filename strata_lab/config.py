@@ -102,6 +102,15 @@ class Optimizations:
         "Most tokens of all requests that wait; a request that would exceed it is refused, unless nobody waits.",
         default=1 << 20, off=1 << 20, number="int", minimum=1, maximum=1 << 40,
     )  # fmt: skip
+    speculative: str = toggle(
+        "Guess the next tokens and verify them all in one step: ngram copies from the request's own text, draft asks a "
+        "small model. Texts stay the same; it stops by itself where it does not pay.",
+        default="none", off="none", choices=("none", "ngram", "draft"),
+    )  # fmt: skip
+    num_draft_tokens: int = toggle(
+        "Most tokens that are guessed for a request in one step; fewer are where more would not pay.",
+        default=8, off=8, number="int", minimum=1, maximum=16,
+    )  # fmt: skip
     max_num_seqs: int = toggle(
         "Most requests that run at the same time.", default=16, off=16, number="int", minimum=1, maximum=1024
     )
@@ -159,6 +168,7 @@ class EngineConfig:
             pool could fill, at most a tenth of what is free and at most 4.
         capture: how `cuda_graph` is made on a CPU: "replay" records the operator calls of a step and repeats them,
             "inductor" has torch.compile turn the step into one graph (minutes the first time; for comparison).
+        draft_model: the model that guesses with `speculative="draft"`: named as `model` is, with the same tokenizer.
         seed: seeds random weights of presets and requests that carry no seed.
         optimizations: the toggles at start.
     """
@@ -170,6 +180,7 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     swap_space: float | None = None
     capture: str = "replay"
+    draft_model: str | None = None
     seed: int = 0
     optimizations: Optimizations = field(default_factory=Optimizations)
 
@@ -183,6 +194,8 @@ class EngineConfig:
         check_whole("block_size", self.block_size, BLOCK_SIZES[0], 16)  # 16.0 equals a legal size and is none
         _one_of("capture", self.capture, CAPTURES)
         check_whole("seed", self.seed, 0, 42)
+        if self.draft_model is not None:
+            object.__setattr__(self, "draft_model", str(self.draft_model))
         if self.num_kv_blocks is not None:
             check_whole("num_kv_blocks", self.num_kv_blocks, 1, 64)
         if self.swap_space is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from strata_lab.block_manager import BlockManager
 from strata_lab.build import Parts, changed_fields
@@ -104,6 +105,9 @@ class EngineLoop(Desk):
         with self._lock:
             for request in self.scheduler.expire(start):
                 self._end(self._sessions[request.request_id])
+            running = list(self.scheduler.running)
+        self.parts.speculation.prepare(running)
+        with self._lock:
             batch = self.scheduler.schedule(decodes_only=lane is not None and lane.busy)
             if not self._moved(batch):
                 return None
@@ -154,7 +158,11 @@ class EngineLoop(Desk):
             for request, entries in result.prompt_logprobs:
                 request.prompt_logprobs += entries
             tokens = self._commit(batch, result.tokens, times[2])
-            event = self._accounts.book(batch, tokens, result, times, self.parts, self.scheduler)
+            ms = (times[2] - times[0]) * 1e3
+            windows, change = self.parts.speculation.observe(batch, result.tokens.counts, ms)
+            event = self._accounts.book(batch, tokens, result, times, self.parts, self.scheduler, windows)
+            if change is not None:
+                self.events.append(change)
             self.events.append(event)  # before the tokens go out: who has the last token can see its step
             for token in tokens:
                 session = self._sessions[token.request_id]
@@ -167,17 +175,22 @@ class EngineLoop(Desk):
         ended = {item.request.request_id for item in batch.items if item.request.finished}  # while the model ran
         self.scheduler.commit(batch)
         events: list[TokenEvent] = []
-        sampling = [item.request for item in batch.items if item.samples]
-        for request, token_id, logprobs, error in zip(
-            sampling, sampled.token_ids, sampled.logprobs, sampled.errors, strict=True
+        for (item, drafted), token_id, logprobs, error in zip(
+            batch.takers(sampled.counts), sampled.token_ids, sampled.logprobs, sampled.errors, strict=True
         ):
+            request = item.request
             if request.request_id in ended:
                 continue
             session = self._sessions[request.request_id]
             for other in session.take_not_begun():  # the prompt is computed, and still there
                 self.scheduler.fork(request, other.request)
             event = session.accept(token_id, logprobs, error, now_s, self.scheduler.max_model_len)
+            if item.drafts and error is None:
+                self.scheduler.commit_drafts(request)
+            if drafted:
+                event = replace(event, drafted=True)
             if event.finish_reason is not None:
+                ended.add(request.request_id)  # drafts behind its last token came true for nobody
                 self.scheduler.finish(request, event.finish_reason, event.error)
             events.append(event)
         return tuple(events)

@@ -11,7 +11,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from strata_lab.draft_events import Draft as Draft
+from strata_lab.draft_events import SpeculationEvent as SpeculationEvent
+
 FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
+
 EVENT_CAPACITY = 8192  # about a minute of steps at 130 steps/s
 
 
@@ -38,23 +42,6 @@ class TokenEvent:
     error: str | None = None
     drafted: bool = False
     choice: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """What a drafter proposed for one request, and what came of it.
-
-    Attributes:
-        request_id: whose text it would go on.
-        index: output position of the first proposed token.
-        token_ids: the proposal.
-        num_accepted: how many of them were taken, from the front.
-    """
-
-    request_id: str
-    index: int
-    token_ids: tuple[int, ...]
-    num_accepted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +280,17 @@ class RequestEvent:
     e2e_ms: float
 
 
-Event = StepEvent | SettingEvent | ProgressEvent | RequestEvent | HardwareEvent | GovernorEvent | StateEvent | SentEvent
+Event = (
+    StepEvent
+    | SettingEvent
+    | ProgressEvent
+    | RequestEvent
+    | HardwareEvent
+    | GovernorEvent
+    | StateEvent
+    | SentEvent
+    | SpeculationEvent
+)
 
 
 @dataclass

@@ -26,6 +26,9 @@ _SHARED = {
     "max_model_len": "Bounds one request; the KV pool must hold at least one request of this length.",
 }
 _CPU = {
+    "speculative": "Verifying a few tokens costs a little more than computing one, so right guesses are cheap tokens: "
+    "text that repeats itself gains most. Drafting stops where the clock says that it loses.",
+    "num_draft_tokens": "Bounds a guess; how many pay is measured here, usually 3 to 8.",
     "cuda_graph": "The decode step is recorded once per batch size and replayed: no Python, no dispatch, no allocation "
     "between its operators, as with a CUDA graph.",
     "fused_kernels": "Norm, bias, SiLU and residual run inside the products, q/k/v and gate/up are one product each.",
@@ -40,6 +43,9 @@ _CPU = {
 _CUDA = {
     "thermal_governor": "The card's temperatures are read once a second, and steps or seats held back as far as needed "
     "to stay below where it would cut its clocks. Clocks and power limits are never changed.",
+    "speculative": "A step reads the weights once however many tokens it verifies, so at small batches right guesses "
+    "are almost free; each step then waits for the host. Drafting stops where the clock says that it loses.",
+    "num_draft_tokens": "Bounds a guess; how many pay is measured on this card. Verification is not captured yet.",
     "cuda_graph": "The decode step, sampling included, is a CUDA graph per batch size that feeds its own tokens back; "
     "off launches every kernel from Python.",
     "fused_kernels": "Norms, RoPE, cache write, SiLU, weighted sums and residuals run inside products and attention; "

@@ -9,8 +9,9 @@ alternative that inductor offers on a CPU. Nothing here knows toggles.
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,8 @@ from strata_lab.runner import EagerStep, StepInputs
 # Batch sizes captured on a GPU. Small ones as they are: in a mixture of experts a row that only pads costs its experts.
 GRAPH_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 24, 32, 48, 64, 96, 128)
 HIGH_PRIORITY = -1  # of a CUDA stream; 0 is the lowest
+MAX_WINDOW_TOKENS = 16  # of a captured step that verifies drafts
+MAX_WINDOW_CAPTURES = 24
 MIN_TABLE_WIDTH = 16  # blocks; wider tables are captured in powers of two
 
 
@@ -32,6 +35,8 @@ def captured_width(blocks: int) -> int:
 
 class Recorder(Protocol):
     """Captures what a function does to device memory."""
+
+    ragged: bool  # whether how many tokens each request has may change between replays
 
     def bucket(self, num_seqs: int) -> int:
         """The batch size to capture for `num_seqs` requests; 0 for more than a capture is worth."""
@@ -59,6 +64,7 @@ class CapturedStep:
 
     def __init__(self, eager: EagerStep, recorder: Recorder) -> None:
         self.eager, self.recorder = eager, recorder
+        self.windows = CapturedWindows(eager, recorder)
         self._captures: dict[tuple[int, int], _Capture] = {}
 
     def prepare(self, progress: Callable[[float], None]) -> None:
@@ -71,6 +77,8 @@ class CapturedStep:
         """[S, V] float32; valid until the next step."""
         num_seqs, width = inputs.block_tables.shape
         bucket = self.recorder.bucket(num_seqs)
+        if inputs.max_q_len > 1 and self.windows.takes(inputs):
+            return self.windows(inputs)
         if inputs.max_q_len > 1 or not bucket:
             return self.eager(inputs)
         key = bucket, captured_width(width)
@@ -91,8 +99,58 @@ class CapturedStep:
         return self._captures[num_seqs, width]
 
 
+class CapturedWindows:
+    """Steps that verify drafts, replayed: one capture per (requests, tokens, block-table width).
+
+    How the tokens are shared between the requests is read at every replay. Few tokens only: with more, what a replay
+    saves is a small part of the step, and its results take half a megabyte per token on the default model. The captures
+    used last are kept.
+    """
+
+    def __init__(self, eager: EagerStep, recorder: Recorder) -> None:
+        self.eager, self.recorder = eager, recorder
+        self._captures: OrderedDict[tuple[int, int, int], _Capture] = OrderedDict()
+
+    def takes(self, inputs: StepInputs) -> bool:
+        """Whether a step is one of verification alone, small enough, on a device that can replay it."""
+        num_tokens = inputs.input_ids.shape[0]
+        every_row = inputs.sample_rows.shape[0] == num_tokens and inputs.embedded is None
+        return self.recorder.ragged and every_row and num_tokens <= MAX_WINDOW_TOKENS
+
+    def __call__(self, inputs: StepInputs) -> Tensor:
+        """[T, V] float32; valid until the next step."""
+        num_seqs, width = inputs.block_tables.shape
+        key = num_seqs, inputs.input_ids.shape[0], captured_width(width)
+        if key not in self._captures:
+            self._captures[key] = self._capture(*key)
+            if len(self._captures) > MAX_WINDOW_CAPTURES:
+                self._captures.popitem(last=False)
+        self._captures.move_to_end(key)
+        capture = self._captures[key]
+        _fill(capture.inputs, inputs)
+        capture.inputs.cu_seqlens_q.copy_(inputs.cu_seqlens_q)
+        capture.replay()
+        return capture.logits
+
+    def _capture(self, num_seqs: int, num_tokens: int, width: int) -> _Capture:
+        device = self.eager.model.rotary[0].device
+        idle, rows = StepInputs.idle(num_seqs, width, device), torch.arange(num_tokens, device=device)
+        inputs = replace(
+            idle,
+            input_ids=torch.zeros_like(rows),
+            positions=torch.zeros_like(rows),
+            slot_mapping=torch.full_like(rows, -1),
+            sample_rows=rows,
+            max_q_len=num_tokens,
+        )
+        replay, logits = self.recorder.record(lambda: self.eager.every_row(inputs), device)
+        return _Capture(replay, inputs, logits)
+
+
 class CudaRecorder:
     """CUDA graphs that share one memory pool."""
+
+    ragged = False  # grids are fixed
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -122,6 +180,8 @@ class CudaRecorder:
 
 class CpuRecorder:
     """Lists of C++ operator calls (`kernels/cpu/replay.h`)."""
+
+    ragged = True  # attention plans its work when it is replayed
 
     def __init__(self) -> None:
         from strata_lab.kernels.cpu.build import load
@@ -202,11 +262,12 @@ class CompiledStep:
 def _fill(static: StepInputs, inputs: StepInputs) -> None:
     """Copy a step into captured addresses; rows beyond it become padding."""
     num_seqs, width = inputs.block_tables.shape
-    static.input_ids[:num_seqs].copy_(inputs.input_ids)
-    static.positions[:num_seqs].copy_(inputs.positions)
+    num_tokens = inputs.input_ids.shape[0]
+    static.input_ids[:num_tokens].copy_(inputs.input_ids)
+    static.positions[:num_tokens].copy_(inputs.positions)
     static.block_tables[:num_seqs, :width].copy_(inputs.block_tables)
-    if static.input_ids.shape[0] > num_seqs:
+    if static.input_ids.shape[0] > num_tokens:
         static.slot_mapping.fill_(-1)
         static.seq_lens.fill_(1)
-    static.slot_mapping[:num_seqs].copy_(inputs.slot_mapping)
+    static.slot_mapping[:num_tokens].copy_(inputs.slot_mapping)
     static.seq_lens[:num_seqs].copy_(inputs.seq_lens)

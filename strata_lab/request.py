@@ -65,6 +65,7 @@ class Request:
     num_preemptions: int = 0
     num_passed: int = 0  # shorter requests that went before it because it did not fit yet
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when it was first admitted
+    draft_token_ids: list[int] = field(default_factory=list)  # guesses at its next tokens, for the next step alone
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the tokens after the first, so far
     stop_ids: frozenset[int] = frozenset()  # tokens that end it

@@ -90,6 +90,11 @@ class Resolver:
                 f"max_model_len={wish.max_model_len} is more than the {limit} positions {self.checkpoint.name} was "
                 f"made for; try {limit}"
             )
+        if wish.speculative == "draft" and self.config.draft_model is None:
+            raise ConfigError(
+                "speculative='draft' needs a model that guesses; try draft_model=<a small model of the same family> "
+                "when the engine is made, or speculative='ngram'"
+            )
         changes: dict[str, Any] = {}
         if wish.weight_format is None:
             changes["weight_format"] = self._stored_format()

@@ -181,8 +181,13 @@ class Roster:
         for item in batch.items:
             request = item.request
             if request.state is RequestState.RUNNING:
-                request.num_computed_tokens = computed = item.start + item.num_tokens
+                request.num_computed_tokens = computed = item.start + item.num_tokens - len(item.drafts)
                 self.blocks.commit(request.request_id, request.token_ids, computed)
+
+    def commit_drafts(self, request: Request) -> None:
+        """Record that all its tokens but the last are computed: those since `commit` were drafts of the step."""
+        request.num_computed_tokens = request.num_tokens - 1
+        self.blocks.commit(request.request_id, request.token_ids, request.num_computed_tokens)
 
     def reset_blocks(self, block_manager: BlockManager, max_model_len: int | None = None) -> list[Request]:
         """Take a new pool, and the `max_model_len` that goes with it; what runs is preempted and will be recomputed.

@@ -22,6 +22,24 @@ from strata_lab.prompt_embeds import EmbeddedRows
 from strata_lab.prompt_rows import prompt_rows, wanted_in
 from strata_lab.request import Request, TokenLogprobs
 from strata_lab.sampler import SampledTokens, Sampler
+from strata_lab.speculative.verifier import sample_items
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Tokens of one text that a step computes.
+
+    Attributes:
+        token_ids: the tokens.
+        start: their first position.
+        block_table: blocks of the text, up to its last token at least.
+        num_rows: how many of the last tokens need logits.
+    """
+
+    token_ids: list[int]
+    start: int
+    block_table: list[int]
+    num_rows: int
 
 
 @dataclass(frozen=True)
@@ -51,27 +69,33 @@ class StepInputs:
     @classmethod
     def of(cls, batch: ScheduledBatch, block_size: int, device: torch.device) -> StepInputs:
         """Gather what the scheduled requests need, in the batch's order."""
+        parts = [Slice(item.token_ids, item.start, item.block_table, item.num_rows) for item in batch.items]
+        return cls.gather(parts, block_size, device, EmbeddedRows.of(batch, device))
+
+    @classmethod
+    def gather(
+        cls, parts: Sequence[Slice], block_size: int, device: torch.device, embedded: EmbeddedRows | None = None
+    ) -> StepInputs:
+        """A step that computes these parts, in their order."""
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         seq_lens: list[int] = []
         cumulative = [0]
         samples: list[int] = []
-        for item in batch.items:
-            stop = item.start + item.num_tokens
-            ids += item.request.token_ids[item.start : stop]
-            positions += range(item.start, stop)
-            table = item.block_table
-            slots += [table[p // block_size] * block_size + p % block_size for p in range(item.start, stop)]
+        for part in parts:
+            stop = part.start + len(part.token_ids)
+            ids += part.token_ids
+            positions += range(part.start, stop)
+            table = part.block_table
+            slots += [table[p // block_size] * block_size + p % block_size for p in range(part.start, stop)]
             seq_lens.append(stop)
             cumulative.append(len(ids))
-            if item.samples:
-                samples.append(len(ids) - 1)
-        embedded = EmbeddedRows.of(batch, device)
+            samples += range(len(ids) - part.num_rows, len(ids))
         if embedded is not None:
             ids = [max(0, token_id) for token_id in ids]
         width = max(2, *(-(-n // block_size) for n in seq_lens))  # inductor gives a width of 1 a graph of its own
-        tables = [(item.block_table + [0] * width)[:width] for item in batch.items]
+        tables = [(part.block_table + [0] * width)[:width] for part in parts]
         return cls(
             input_ids=torch.tensor(ids, dtype=torch.int64, device=device),
             positions=torch.tensor(positions, dtype=torch.int64, device=device),
@@ -81,7 +105,7 @@ class StepInputs:
             cu_seqlens_q=torch.tensor(cumulative, dtype=torch.int32, device=device),
             sample_rows=torch.tensor(samples, dtype=torch.int64, device=device),
             # 1 would ask for a captured step, which looks its tokens up
-            max_q_len=max(1 if embedded is None else 2, *(item.num_tokens for item in batch.items)),
+            max_q_len=max(1 if embedded is None else 2, *(len(part.token_ids) for part in parts)),
             embedded=embedded,
         )
 
@@ -179,7 +203,7 @@ class Runner:
                 return StepResult(SampledTokens([], [], []), (time.perf_counter() - start) * 1e3, 0.0, found)
         logits = self.step(StepInputs.of(batch, self.block_size, self.device))
         middle = time.perf_counter()
-        tokens = self.sampler.sample(logits, [item.request for item in batch.items if item.samples])
+        tokens = sample_items(self.sampler, logits, [item for item in batch.items if item.samples])
         end = time.perf_counter()
         return StepResult(tokens, (middle - start) * 1e3, (end - middle) * 1e3, found)
 

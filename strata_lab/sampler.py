@@ -36,17 +36,19 @@ _NO_BEST = -2  # device-side code of a row whose logits have no maximum
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """What one step sampled, one entry per request in the order given.
+    """What one step sampled, one entry per token, in the order of the requests given.
 
     Attributes:
         token_ids: the tokens; `NO_TOKEN` where there is an error.
         logprobs: None where not asked for, or where there is an error.
         errors: why a request got no token, else None.
+        counts: how many entries each request has, where drafts were verified; None for one each.
     """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
     errors: list[str | None]
+    counts: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -130,10 +132,14 @@ class Sampler:
         self._plan: _Plan | None = None
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, requests: Sequence[Request]) -> SampledTokens:
+    def sample(
+        self, logits: Tensor, requests: Sequence[Request], ahead: Sequence[Sequence[int]] | None = None
+    ) -> SampledTokens:
         """Next tokens of `requests` from `logits` [B, V] float32, which stay as they are.
 
-        A row without a largest logit (NaN, or all -inf) yields an error for its request and no other.
+        With `ahead` a row's token is the one that its request gets behind these tokens more (drafts, which it has not
+        got yet); a request may then have several rows. A row without a largest logit (NaN, or all -inf) yields an error
+        for its request and no other.
         """
         assert logits.ndim == 2, logits.shape
         assert logits.shape[0] == len(requests), (logits.shape, len(requests))
@@ -146,14 +152,18 @@ class Sampler:
         plan, edited = self._plan, logits
         errors: dict[int, str] = {}
         if plan.edited:
-            edited, errors = self._edits.apply(logits, [(i, requests[i]) for i in plan.edited])
+            edited, errors = self._edits.apply(
+                logits, [(i, requests[i], ahead[i] if ahead else ()) for i in plan.edited]
+            )
         else:
             self._edits.clear()
-        token_ids, logprobs = _choose(logits, edited, plan)
+        positions = [requests[i].num_output_tokens + (len(ahead[i]) if ahead else 0) for i in plan.drawn]
+        token_ids, logprobs = _choose(logits, edited, plan, positions)
         again = [i for i, token_id in enumerate(token_ids) if token_id == UNRESOLVED]
         if again:  # draws that fell outside of the head: once more with every token in order
             rest = _Plan.of([requests[i] for i in again], logits, logits.shape[1])
-            more_ids, more_logprobs = _choose(logits[again], edited[again], rest)
+            place = dict(zip(plan.drawn, positions, strict=True))
+            more_ids, more_logprobs = _choose(logits[again], edited[again], rest, [place[i] for i in again])
             for i, token_id, logprob in zip(again, more_ids, more_logprobs, strict=True):
                 token_ids[i], logprobs[i] = token_id, logprob
         if min(token_ids) < 0:
@@ -163,12 +173,16 @@ class Sampler:
         return SampledTokens(token_ids, logprobs, [errors.get(i) for i in range(len(requests))])
 
 
-def _choose(raw: Tensor, edited: Tensor, plan: _Plan) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """Tokens (or `UNRESOLVED`, `_NO_BEST`) and log probabilities of the batch: one copy to the host."""
+def _choose(
+    raw: Tensor, edited: Tensor, plan: _Plan, positions: list[int]
+) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """Tokens (or `UNRESOLVED`, `_NO_BEST`) and log probabilities of the batch: one copy to the host.
+
+    `positions` are the output positions of the drawn rows.
+    """
     if plan.filters is None:
         best, tokens = best_token(edited)
     else:
-        positions = [plan.requests[i].num_output_tokens for i in plan.drawn]
         uniform = torch.from_numpy(uniforms(plan.keys, positions)).to(plan.device)
         if plan.drawn_index is None:
             best = edited.amax(dim=1)  # NaN if any logit is

@@ -7,7 +7,8 @@ Only the tokens concerned are touched, from a table per request that grows with 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -28,14 +29,18 @@ def _counts_tokens(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
-def banned_tokens(request: Request) -> set[int]:
-    """Tokens that may not come next: ends before `min_tokens`, and the last token of a bad word that has begun."""
-    ended = request.num_output_tokens >= request.params.min_tokens
+def banned_tokens(request: Request, ahead: Sequence[int] = ()) -> set[int]:
+    """Tokens that may not come next: ends before `min_tokens`, and the last token of a bad word that has begun.
+
+    `ahead`: output tokens that count although the request has not got them yet.
+    """
+    ended = request.num_output_tokens + len(ahead) >= request.params.min_tokens
     banned = set() if ended else set(request.stop_ids)
     for word in request.bad_words:
         *begin, last = word
-        first = request.num_tokens - len(begin)
-        if first >= request.num_prompt_tokens and request.token_ids[first:] == begin:
+        first = request.num_tokens + len(ahead) - len(begin)
+        begun = [*request.token_ids[-len(begin) :], *ahead][-len(begin) :] if begin else []
+        if first >= request.num_prompt_tokens and begun == begin:
             banned.add(last)
     return banned
 
@@ -80,15 +85,25 @@ class TokenTable:
                 self.counts[slot] += 1.0
         self._num_read = len(tokens)
 
-    def columns(self, row: int) -> np.ndarray:
-        """[5, entries] float64: row, token id, number to add, to divide or multiply by, to subtract."""
+    def columns(self, row: int, ahead: Sequence[int] = ()) -> np.ndarray:
+        """[5, entries] float64: row, token id, number to add, to divide or multiply by, to subtract.
+
+        `ahead`: output tokens that count for this row although the request has not got them yet.
+        """
         params = self.request.params
-        counts = np.array(self.counts)
-        table = np.empty((5, len(self.ids)))
+        ids, bias, seen, counts = (np.array(column) for column in (self.ids, self.bias, self.seen, self.counts))
+        if ahead and _counts_tokens(params):
+            known = [self._slots[token_id] for token_id in ahead if token_id in self._slots]
+            np.add.at(counts, known, 1.0)
+            seen[known] = 1.0
+            fresh = Counter(token_id for token_id in ahead if token_id not in self._slots)
+            ids, bias = np.append(ids, [*fresh]).astype(np.int64), np.append(bias, [0.0] * len(fresh))
+            seen, counts = np.append(seen, [1.0] * len(fresh)), np.append(counts, [*fresh.values()])
+        table = np.empty((5, len(ids)))
         table[0] = row
-        table[1] = self.ids
-        table[2] = self.bias
-        table[3] = np.where(np.array(self.seen) > 0, params.repetition_penalty, 1.0)
+        table[1] = ids
+        table[2] = bias
+        table[3] = np.where(seen > 0, params.repetition_penalty, 1.0)
         table[4] = params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
         return table
 
@@ -100,24 +115,27 @@ class LogitEdits:
         self._tables: dict[str, TokenTable] = {}
         self._grammars = GrammarMasks()
 
-    def apply(self, logits: Tensor, requests: Iterable[tuple[int, Request]]) -> tuple[Tensor, dict[int, str]]:
+    def apply(
+        self, logits: Tensor, requests: Iterable[tuple[int, Request, Sequence[int]]]
+    ) -> tuple[Tensor, dict[int, str]]:
         """Edited copy of `logits` [B, V] float32, and an error text for each row that cannot be served.
 
-        `requests` are the rows that want edits, with their numbers. Arithmetic is float64, rounded once to float32.
+        `requests` are the rows that want edits, with their numbers and the drafts that count for them. Arithmetic is
+        float64, rounded once to float32.
         """
         tables: dict[str, TokenTable] = {}
         columns: list[np.ndarray] = []
         errors: dict[int, str] = {}
         bans: list[tuple[int, int]] = []
         structured: list[tuple[int, Request]] = []
-        for row, request in requests:
-            table = self._tables.get(request.request_id)
+        for row, request, ahead in requests:
+            table = tables.get(request.request_id) or self._tables.get(request.request_id)
             if table is None or table.request is not request:  # new, or an old name used again
                 table = TokenTable(request, logits.shape[1])
             tables[request.request_id] = table
             table.read_new_tokens()
-            columns.append(table.columns(row))
-            bans += [(row, token_id) for token_id in banned_tokens(request) if token_id < logits.shape[1]]
+            columns.append(table.columns(row, ahead))
+            bans += [(row, token_id) for token_id in banned_tokens(request, ahead) if token_id < logits.shape[1]]
             if request.grammar is not None:
                 structured.append((row, request))
             if table.error:

@@ -28,6 +28,8 @@ When the KV pool is exhausted (reasons and proof of progress: docs/decisions/000
    they are copied back, and count as computed (decision 0012).
 10. A `fork` starts at once behind what its parent has computed, with a seat and blocks for it; else it waits as any
    other (decision 0012).
+11. A decode takes the drafts it was given along, as far as the budget and the blocks go that nobody else wants: a guess
+   takes nobody's place (`speculative/window.py`).
 
 Torch-free. It does not sample, does not know what ends a text, and does not touch device memory.
 """
@@ -44,6 +46,7 @@ from strata_lab.block_manager import BlockManager
 from strata_lab.capacity import most_slots
 from strata_lab.request import Request, RequestState
 from strata_lab.roster import Roster
+from strata_lab.speculative.window import take_drafts
 from strata_lab.waiting_queue import MAX_WAITING, QueueFull
 
 __all__ = ["MAX_WAITING", "QueueFull", "ScheduledBatch", "Scheduler", "most_slots"]
@@ -119,7 +122,10 @@ class Scheduler(Roster):
                 self._reserve(item)
         copies, out, back = self._take_moves()
         items = list(step.items.values())
-        return ScheduledBatch(items, step.preempted, num_decode_tokens, num_prefill_tokens, copies, out, back)
+        num_drafts = take_drafts(items, step.budget, self.blocks, len(self.running), self.max_model_len)
+        return ScheduledBatch(
+            items, step.preempted, num_decode_tokens, num_prefill_tokens, copies, out, back, num_drafts
+        )
 
     def _serve_decodes(self, decodes: list[Request], step: _Step) -> int:
         """Serve them first in a step; how many got a place."""

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from strata_lab.events import RequestEvent, StepEvent, TokenEvent
+from strata_lab.events import Draft, RequestEvent, StepEvent, TokenEvent
 
 if TYPE_CHECKING:
     from strata_lab.batch import ScheduledBatch, ScheduledRequest
@@ -41,6 +41,12 @@ class EngineStats:
         swap_blocks_used, swap_blocks_total, swap_bytes: of the host memory for blocks of preempted requests.
         num_prompt_tokens: of prompts that are computed or found to their end, since the engine was made.
         num_finished: requests that ended since the engine was made, by finish reason.
+        num_drafted_tokens, num_accepted_tokens: drafts verified, and those that came true, since the engine was made.
+        drafted_by_position, accepted_by_position: the same by place in the window, first place first.
+        num_loop_tokens: accepted drafts of texts that went round in circles.
+        tokens_per_step: tokens that a decoding request got per step on average, since the engine was made; 1.0 without
+            speculation.
+        speculation: state ("none", "on" or "off") and the reason.
     """
 
     num_running: int
@@ -69,11 +75,23 @@ class EngineStats:
     swap_bytes: int
     num_prompt_tokens: int
     num_finished: dict[str, int]
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    drafted_by_position: tuple[int, ...] = ()
+    accepted_by_position: tuple[int, ...] = ()
+    num_loop_tokens: int = 0
+    tokens_per_step: float = 1.0
+    speculation: tuple[str, str] = ("none", "")
 
     @property
     def kv_utilization(self) -> float:
         """Used blocks over all blocks of the pool, 0.0 to 1.0."""
         return self.kv_blocks_used / self.kv_blocks_total
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Drafts that came true over drafts verified, 0.0 to 1.0."""
+        return self.num_accepted_tokens / self.num_drafted_tokens if self.num_drafted_tokens else 0.0
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -111,6 +129,13 @@ class EngineStats:
             swap_bytes=parts.host_blocks.nbytes,
             num_prompt_tokens=accounts.num_prompt_tokens,
             num_finished=dict(accounts.num_finished),
+            num_drafted_tokens=sum(accounts.drafted),
+            num_accepted_tokens=sum(accounts.accepted),
+            drafted_by_position=tuple(accounts.drafted),
+            accepted_by_position=tuple(accounts.accepted),
+            num_loop_tokens=accounts.num_loop_tokens,
+            tokens_per_step=1.0 + sum(accounts.accepted) / max(1, accounts.num_decodes),
+            speculation=parts.speculation.status,
         )
 
 
@@ -118,14 +143,20 @@ class StepAccounts:
     """Books every step of an engine and makes its `StepEvent`.
 
     Attributes:
-        num_steps, num_output_tokens, num_prompt_tokens: since the engine was made.
+        num_steps, num_output_tokens, num_prompt_tokens, num_decodes: since the engine was made; a decode is one request
+            in one step.
         num_finished: finish reason to requests.
+        drafted, accepted: drafts verified, and those that came true, by place in the window.
+        num_loop_tokens: accepted drafts of texts that went round in circles.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         self.num_steps = self.num_output_tokens = self.num_prompt_tokens = 0
+        self.num_decodes = self.num_loop_tokens = 0
         self.num_finished: Counter[str] = Counter()
+        self.drafted: list[int] = []
+        self.accepted: list[int] = []
         self._recent: deque[tuple[float, int]] = deque()  # (end of step, tokens), the rate window
 
     def output_tok_s(self, now_s: float) -> float:
@@ -142,6 +173,7 @@ class StepAccounts:
         times: tuple[float, float, float],
         parts: Parts,
         scheduler: Scheduler,
+        drafts: tuple[Draft, ...] = (),
     ) -> StepEvent:
         """Count a committed step; `times` are its start, the end of scheduling and the end of its run, seconds."""
         start, scheduled, ran = times
@@ -154,6 +186,9 @@ class StepAccounts:
         self.num_output_tokens += len(tokens)
         if batch.num_prefill_tokens:
             self.num_prompt_tokens += sum(map(_finished_prompt, batch.items))
+        self.num_decodes += batch.num_decode_tokens
+        for draft in drafts:
+            self._book_draft(draft)
         self._recent.append((end, len(tokens)))
         self.output_tok_s(end)  # what has left the window is dropped now, not when somebody asks
         return StepEvent(
@@ -174,7 +209,17 @@ class StepAccounts:
             bytes_moved=parts.weights.bytes_read(self.config, batch.num_tokens) + kv_bytes,
             tokens=tokens,
             kv_bytes_moved=kv_bytes,
+            drafts=drafts,
         )
+
+    def _book_draft(self, draft: Draft) -> None:
+        missing = len(draft.token_ids) - len(self.drafted)
+        self.drafted += [0] * missing
+        self.accepted += [0] * missing
+        for place in range(len(draft.token_ids)):
+            self.drafted[place] += 1
+            self.accepted[place] += place < draft.num_accepted
+        self.num_loop_tokens += draft.num_accepted if draft.is_loop else 0
 
     def book_end(self, request: Request) -> RequestEvent:
         """Count a request that has ended."""

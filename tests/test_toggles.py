@@ -21,6 +21,7 @@ OTHER: dict[str, Any] = {
     "max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 64, "gpu_memory_utilization": 0.5,
     "scheduling_policy": "priority", "max_passes": 0, "preemption": "swap", "max_waiting": 8, "max_waiting_tokens": 64,
     "thermal_governor": "pace",
+    "speculative": "ngram", "num_draft_tokens": 3,
 }  # fmt: skip
 # Root mean square error of logits over that of the logits themselves, on random weights: each format's rounding,
 # through two layers. bf16 keeps 8 bits of mantissa, int8 groups 7 bits, e4m3 4 bits, int4 groups 4 bits.

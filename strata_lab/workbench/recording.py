@@ -28,6 +28,7 @@ from strata_lab.events import (
     RequestView,
     SentEvent,
     SettingEvent,
+    SpeculationEvent,
     StateEvent,
     StepEvent,
     TokenEvent,
@@ -36,7 +37,16 @@ from strata_lab.request import RequestOutput
 from strata_lab.workbench.causes import Ceiling
 
 VERSION = 1
-_CLASSES = (StepEvent, SettingEvent, ProgressEvent, StateEvent, HardwareEvent, GovernorEvent, SentEvent)
+_CLASSES = (
+    StepEvent,
+    SettingEvent,
+    ProgressEvent,
+    StateEvent,
+    HardwareEvent,
+    GovernorEvent,
+    SentEvent,
+    SpeculationEvent,
+)
 _KINDS: dict[str, Any] = {one.__name__: one for one in _CLASSES}
 _NESTED: dict[str, Any] = {"tokens": TokenEvent, "drafts": Draft, "requests": RequestView}
 

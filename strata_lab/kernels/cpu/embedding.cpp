@@ -63,7 +63,8 @@ at::Tensor embedding(const at::Tensor& ids, const at::Tensor& data, const std::o
   const at::Tensor rows = contiguous(ids);
   const int64_t count = rows.numel();
   at::Tensor out = at::empty({count, k}, data.options().dtype(at::kFloat));
-  perform([=] {  // data, scales and mins are owned too: w points into them
+  // w points into data, scales and mins; they are named since `[=]` keeps only what is used.
+  perform([=, data = data, scales = scales, mins = mins] {
     const int64_t* id = rows.const_data_ptr<int64_t>();
     for (int64_t t = 0; t < count; ++t) {
       TORCH_CHECK_INDEX(id[t] >= 0 && id[t] < n, "id ", id[t], " is not a row of a table of ", n, " rows");

@@ -204,7 +204,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& data, const std::option
   const int64_t out_panels = (out_n + kPanelRows - 1) / kPanelRows;
   const bool worth_sharing = w.panels * w.panel_bytes * x.size(0) >= kSharedBytes;
   const std::array<std::optional<at::Tensor>, 7> owned{data, scales, mins, bias, norm_weight, residual, out};
-  perform([=] {  // `owned` holds the memory that w, epilogue and norm point into
+  // `owned` holds the memory that w, epilogue and norm point into; it is named since `[=]` keeps only what is used.
+  perform([=, owned = owned] {
     const Rows ready = prologue(rows, w, norm, static_cast<float>(norm_eps));
     const int64_t size = std::clamp<int64_t>(out_panels / (kTasksPerThread * at::get_num_threads()), 1, kTaskPanels);
     for_each_task((out_panels + size - 1) / size, worth_sharing, [&](int64_t i) {

@@ -1,0 +1,43 @@
+"""What speculation tells the world: one record per verified proposal, one per change of mind (see `events.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a drafter proposed for one request, and what came of it.
+
+    Attributes:
+        request_id: whose text it would go on.
+        index: output position of the first proposed token.
+        token_ids: the proposal.
+        num_accepted: how many of them were taken, from the front.
+        kind: what kind of text the drafter took it for.
+        is_loop: the text goes round in circles: its speed is no measure of anything.
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    num_accepted: int
+    kind: str = ""
+    is_loop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationEvent:
+    """Drafting was stopped because it did not pay, or taken up again.
+
+    Attributes:
+        t_s: `time.perf_counter()`, seconds.
+        drafter: who drafts.
+        state: "on" or "off".
+        reason: the measured net speed, for a human.
+    """
+
+    t_s: float
+    drafter: str
+    state: str
+    reason: str

@@ -1,0 +1,7 @@
+"""Speculative decoding: guess the next tokens cheaply, check all guesses in one pass of the model, keep what is right.
+
+`base.py` says what a drafter is; `ngram.py` and `draft_model.py` are two. `policy.py` decides how many guesses are
+worth their cost, `speculator.py` brings both together once a step, `window.py` gives the guesses room in a step and
+`verifier.py` says which of them came true. The text is the same with and without: docs/decisions/0017-speculative-
+decoding.md.
+"""

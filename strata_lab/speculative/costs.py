@@ -1,0 +1,110 @@
+"""What a step costs by the number of its tokens: measured when drafting begins, corrected by every step. Torch-free.
+
+Two curves, since a step of plain decodes and one that verifies drafts may run differently (on a GPU the first is queued
+ahead of the host). A change of pace that hits all steps alike (a longer context, a warmer processor, another program)
+goes into one common factor at once; a point of a curve moves slowly.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+
+MEASURED_TOKENS = (1, 4, 8, 2, 6, 16, 3, 5, 7, 9, 12, 24, 32)  # the most telling first: time may not last for all
+PACE_SHARE = 0.1  # of a step's surprise that moves the common factor
+POINT_SHARE = 0.03  # and the step's own point
+OUTLIER = 2.0  # a step that is off by more is taken as off by this much
+
+
+class Curve:
+    """Milliseconds by number of tokens: linear between known points, and beyond the last as between the last two."""
+
+    def __init__(self, points: Mapping[int, float]) -> None:
+        assert points, "a curve needs a point"
+        self._tokens = sorted(points)
+        self._ms = [points[n] for n in self._tokens]
+
+    def ms(self, num_tokens: int) -> float:
+        """What a step of that many tokens takes."""
+        tokens, ms = self._tokens, self._ms
+        right = bisect_left(tokens, num_tokens)
+        if right < len(tokens) and tokens[right] == num_tokens:
+            return ms[right]
+        if len(tokens) == 1:
+            return ms[0]
+        right = min(max(right, 1), len(tokens) - 1)
+        slope = (ms[right] - ms[right - 1]) / (tokens[right] - tokens[right - 1])
+        return max(0.0, ms[right - 1] + slope * (num_tokens - tokens[right - 1]))
+
+    def scale(self, num_tokens: int, factor: float) -> None:
+        """Move the point of `num_tokens`, which becomes a known one, by a factor."""
+        at = bisect_left(self._tokens, num_tokens)
+        value = self.ms(num_tokens) * factor
+        if at < len(self._tokens) and self._tokens[at] == num_tokens:
+            self._ms[at] = value
+        else:
+            self._tokens.insert(at, num_tokens)
+            self._ms.insert(at, value)
+
+    def points(self) -> dict[int, float]:
+        """The known points."""
+        return dict(zip(self._tokens, self._ms, strict=True))
+
+
+class StepCosts:
+    """Costs of steps without and with drafts.
+
+    Args:
+        plain: milliseconds by number of requests that decode.
+        window: milliseconds by number of tokens, drafts included, of a step that verifies.
+    """
+
+    def __init__(self, plain: Mapping[int, float], window: Mapping[int, float]) -> None:
+        self._plain, self._window = Curve(plain), Curve(window)
+        self.pace = 1.0
+
+    def plain_ms(self, num_requests: int) -> float:
+        """A step that gives each a token."""
+        return self._plain.ms(num_requests) * self.pace
+
+    def window_ms(self, num_tokens: int) -> float:
+        """A step that verifies."""
+        return self._window.ms(num_tokens) * self.pace
+
+    def observe(self, num_tokens: int, with_drafts: bool, ms: float) -> None:
+        """A step of decodes took `ms`."""
+        curve = self._window if with_drafts else self._plain
+        expected = curve.ms(num_tokens) * self.pace
+        if ms <= 0 or expected <= 0:
+            return
+        surprise = min(max(ms / expected, 1 / OUTLIER), OUTLIER)
+        self.pace *= surprise**PACE_SHARE
+        curve.scale(num_tokens, surprise**POINT_SHARE)
+
+    def points(self) -> dict[str, dict[int, float]]:
+        """The two curves at the present pace, "plain" and "window": number of tokens to milliseconds."""
+        both = {"plain": self._plain, "window": self._window}
+        return {name: {n: ms * self.pace for n, ms in curve.points().items()} for name, curve in both.items()}
+
+
+def measure(
+    timers: Sequence[Callable[[int], float]],
+    clock_s: Callable[[], float],
+    budget_s: float,
+    sizes: Sequence[int] = MEASURED_TOKENS,
+    repeats: int = 3,
+) -> list[dict[int, float]]:
+    """Points of several curves: the best of `repeats` calls of each timer per size, for as long as `budget_s` lasts.
+
+    The timers take turns, so that what disturbs one disturbs all. At least the first two sizes are measured. Fewer
+    tokens never take longer: what says otherwise was disturbed, and gets the time of the larger size.
+    """
+    curves: list[dict[int, float]] = [{} for _ in timers]
+    end_s = clock_s() + budget_s
+    for size, _ in product(sizes, range(repeats)):
+        if clock_s() > end_s and len(curves[0]) >= 2:
+            break
+        for points, time_ms in zip(curves, timers, strict=True):
+            points[size] = min(points.get(size, float("inf")), time_ms(size))
+    return [{size: min(ms for n, ms in points.items() if n >= size) for size in points} for points in curves]

@@ -1,0 +1,127 @@
+"""A small model guesses: any checkpoint with the target's tokenizer, on a KV cache of its own.
+
+It follows the texts of the requests it drafts for: what a request has got since the last call is computed first, then
+one token after the other is guessed, for all requests together. Rejected guesses leave keys and values that are written
+again. It chooses with the request's own parameters, seed and positions: where the target draws at random, it draws with
+the same random number, so that two similar distributions agree far more often than two independent draws would.
+
+A long text that it has not seen is taken in over several steps (`CATCH_UP_TOKENS`), during which there are no guesses
+for it; where its blocks run out a request goes without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from strata_lab.block_manager import BlockManager
+from strata_lab.request import Request
+from strata_lab.runner import Slice, Step, StepInputs
+from strata_lab.sampler import NO_TOKEN, Sampler
+
+CATCH_UP_TOKENS = 256  # of all texts together that are taken in before a step
+
+
+@dataclass(slots=True)
+class _Follower:
+    """What the drafter has of one text: the tokens in its cache, the last ones perhaps wrong guesses."""
+
+    computed: list[int] = field(default_factory=list)
+
+    def shared(self, token_ids: list[int]) -> int:
+        """Tokens of the text that are in the cache; one is always left to be computed."""
+        length = min(len(self.computed), len(token_ids) - 1)
+        while length and self.computed[length - 1] != token_ids[length - 1]:
+            length -= 1
+        return length
+
+
+class DraftModel:
+    """`Drafter` by a model.
+
+    Args:
+        step: computes logits of the small model, [S, V] float32 for a vocabulary of the target's size.
+        blocks: tables of its own pool.
+        device: where its step runs.
+        name: for events.
+
+    Attributes:
+        step_ms: what one of its steps took when it was made.
+    """
+
+    classes = (("any", 1),)
+    costs_time = True
+    step_ms = 0.0
+
+    def __init__(self, step: Step, blocks: BlockManager, device: torch.device, name: str) -> None:
+        self.step, self.blocks, self.device, self.name = step, blocks, device, name
+        self._followers: dict[Request, _Follower] = {}
+        self._sampler = Sampler()
+
+    def first_ms(self) -> float:
+        """Milliseconds per guess, to begin with."""
+        return self.step_ms
+
+    def look(self, requests: Sequence[Request]) -> list[int]:
+        """1 for each request whose text it knows up to its end; others are taken in as far as the budget goes."""
+        for request in [r for r in self._followers if r.finished]:
+            self.forget(request)
+        budget, evidence, slices = CATCH_UP_TOKENS, [], []
+        for request in requests:
+            follower = self._followers.setdefault(request, _Follower())
+            start = follower.shared(request.token_ids)
+            missing = request.num_tokens - 1 - start
+            ready = self.blocks.can_grow(request.request_id, request.num_tokens)
+            take = min(missing, budget) if ready and missing > 1 else 0
+            if take:
+                budget -= take
+                slices.append(self._slice(request, follower, request.token_ids[start : start + take], start, 0))
+            evidence.append(int(ready and missing - take <= 1))
+        if slices:
+            self._run(slices)
+        return evidence
+
+    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
+        """Guesses of the model, one after the other."""
+        drafts: list[list[int]] = [[] for _ in requests]
+        rows = list(range(len(requests)))
+        slices = []
+        for i in rows:
+            follower = self._followers[requests[i]]
+            start = follower.shared(requests[i].token_ids)
+            slices.append(self._slice(requests[i], follower, requests[i].token_ids[start:], start, 1))
+        while True:
+            logits = self._run(slices)
+            sampled = self._sampler.sample(logits, [requests[i] for i in rows], [drafts[i] for i in rows])
+            for i, token_id in zip(rows, sampled.token_ids, strict=True):
+                if token_id != NO_TOKEN:
+                    drafts[i].append(token_id)
+            going = [i for i, t in zip(rows, sampled.token_ids, strict=True) if t != NO_TOKEN]
+            rows = [i for i in going if len(drafts[i]) < counts[i] and self._has_room(requests[i], len(drafts[i]))]
+            if not rows:
+                return drafts
+            slices = [
+                self._slice(requests[i], self._followers[requests[i]], drafts[i][-1:],
+                            requests[i].num_tokens + len(drafts[i]) - 1, 1)
+                for i in rows
+            ]  # fmt: skip
+
+    def _has_room(self, request: Request, num_drafts: int) -> bool:
+        return self.blocks.can_grow(request.request_id, request.num_tokens + num_drafts)
+
+    def _slice(self, request: Request, follower: _Follower, token_ids: list[int], start: int, num_rows: int) -> Slice:
+        table = self.blocks.grow(request.request_id, start + len(token_ids))
+        del follower.computed[start:]
+        follower.computed += token_ids
+        return Slice(token_ids, start, table, num_rows)
+
+    @torch.inference_mode()
+    def _run(self, slices: Sequence[Slice]) -> torch.Tensor:
+        return self.step(StepInputs.gather(slices, self.blocks.block_size, self.device))
+
+    def forget(self, request: Request) -> None:
+        """Free its blocks."""
+        if self._followers.pop(request, None) is not None:
+            self.blocks.free(request.request_id)

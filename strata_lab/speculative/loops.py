@@ -1,0 +1,19 @@
+"""Does a text go round in circles?
+
+A model that repeats itself is easy to guess: no record may come from that. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MAX_PERIOD = 16  # tokens
+MIN_TOKENS = 48  # of the end of a text that must repeat, three rounds of the longest period
+
+
+def is_loop(token_ids: Sequence[int]) -> bool:
+    """Whether the last `MIN_TOKENS` tokens repeat the same few, at most `MAX_PERIOD`, over and over."""
+    tail = list(token_ids[-MIN_TOKENS:])
+    if len(tail) < MIN_TOKENS:
+        return False
+    return any(tail[period:] == tail[:-period] for period in range(1, MAX_PERIOD + 1))

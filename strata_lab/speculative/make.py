@@ -1,0 +1,55 @@
+"""Makes a drafter: an n-gram look-up, or a model read from a checkpoint.
+
+The target's builder calls it with what was asked for; it reads no toggle. A draft model gets a small engine's parts
+(weights, pool, captured step) and no loop: its steps are run by `DraftModel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from strata_lab.block_manager import BlockManager
+from strata_lab.runner import Step, StepInputs
+from strata_lab.settings import ConfigError
+from strata_lab.speculative.draft_model import DraftModel
+from strata_lab.speculative.policy import DraftPolicy
+from strata_lab.speculative.speculator import DraftTimes, Speculator
+from strata_lab.speculative.timing import measured_costs, time_ms
+
+PROBE = "The quick brown fox: 3.14, naïve café\n\tdef f(x): return x"  # what differs between tokenizers shows here
+
+
+def speculator(drafter: Any, step: Step, block_size: int, device: torch.device, most: int) -> Speculator:
+    """A drafter with its policy, which knows what steps of the target cost."""
+    costs = measured_costs(step, block_size, device)
+    times = DraftTimes(drafter.first_ms()) if drafter.costs_time else None
+    draft_ms: Callable[[int], float] = times or (lambda count: 0.0)
+    return Speculator(drafter, DraftPolicy(costs, drafter.classes, most, draft_ms), most, times)
+
+
+def check_vocabulary(name: str, vocab_size: int, tokenizer: Any, target_vocab_size: int, target_tokenizer: Any) -> None:
+    """Raise `ConfigError` unless a draft model speaks the target's tokens."""
+    if vocab_size != target_vocab_size:
+        raise ConfigError(
+            f"draft_model={name!r} has {vocab_size} tokens and the model has {target_vocab_size}: guesses must be "
+            "tokens of the model; try a smaller model of the same family, or speculative='ngram'"
+        )
+    both = tokenizer is not None and target_tokenizer is not None
+    if both and tokenizer.encode(PROBE) != target_tokenizer.encode(PROBE):
+        raise ConfigError(
+            f"draft_model={name!r} splits text into other tokens than the model; try a smaller model of the same "
+            "family, or speculative='ngram'"
+        )
+
+
+def model_drafter(step: Step, num_blocks: int, block_size: int, device: torch.device, name: str) -> DraftModel:
+    """A draft model on a pool of `num_blocks`, with the time of one of its steps."""
+    drafter = DraftModel(step, BlockManager(num_blocks, block_size), device, name)
+    inputs = StepInputs.idle(1, 2, device)
+    with torch.inference_mode():
+        step(inputs)
+        drafter.step_ms = time_ms(lambda: step(inputs), device)
+    return drafter

@@ -1,0 +1,180 @@
+"""How many guesses are worth their cost: estimated gain against measured cost. Torch-free.
+
+A guess is worth the chance that it and all before it come true, and costs what the step becomes longer by. All requests
+of a step share its cost, so their guesses compete: taken in order of worth, as many as make the step's tokens per
+millisecond the highest, or none where plain decoding is faster. That alone shortens windows as the batch grows, as
+acceptance falls, or as verification becomes dearer (experts, a slow device).
+
+Estimates may be wrong, so the outcome is held against the clock: where steps with drafts were slower than plain ones
+would have been, drafting stops for that batch size, for a while that doubles each time, and is tried again (hysteresis:
+`OFF_BELOW` and `ON_ABOVE`). It never decides what is right, only what is tried.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from strata_lab.speculative.acceptance import UNSURE_DRAFTS, Acceptance
+from strata_lab.speculative.costs import StepCosts
+
+MARGIN = 1.04  # a plan must promise this much more than plain decoding
+OFF_BELOW = 0.99  # net speed of steps with drafts over plain ones
+ON_ABOVE = 1.02
+JUDGED_STEPS = 16  # steps with drafts that a verdict needs
+FIRST_PAUSE, LONGEST_PAUSE = 64, 4096  # steps
+REFRESH_STEPS = 96  # a plain step after so many with drafts, to know what it costs now
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Net speed at one batch size (rounded up to a power of two).
+
+    Attributes:
+        earned_ms: what plain steps would have taken for the tokens that steps with drafts gave.
+        spent_ms: what these took.
+        steps: how many they are; fading, as both sums.
+        resting: steps until drafting is tried again.
+        pause: how long the last rest was.
+        proving: it was off, and has yet to show that it pays.
+    """
+
+    earned_ms: float = 0.0
+    spent_ms: float = 0.0
+    steps: int = 0
+    resting: int = 0
+    pause: int = 0
+    proving: bool = False
+
+    @property
+    def net(self) -> float:
+        return self.earned_ms / self.spent_ms if self.spent_ms else 1.0
+
+
+class DraftPolicy:
+    """Chooses window lengths and learns from their outcome.
+
+    Args:
+        costs: of steps.
+        classes: kinds of text (`Drafter.classes`).
+        most: guesses per request and step at most.
+        draft_ms: what the drafter takes to make so many guesses for each request; 0 for a look-up.
+    """
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        classes: Sequence[tuple[str, int]],
+        most: int,
+        draft_ms: Callable[[int], float] = lambda count: 0.0,
+    ) -> None:
+        self.costs, self.most, self.draft_ms = costs, most, draft_ms
+        self.acceptance = Acceptance(classes)
+        self.state, self.reason = "on", "no step with drafts yet"
+        self._trials: dict[int, _Trial] = {}
+        self._since_plain = 0
+
+    # -- before a step --------------------------------------------------------------------------------------------
+
+    def rests(self, num_requests: int) -> bool:
+        """Whether nothing is to be drafted in this step; to be asked once a step."""
+        trial = self._trial(num_requests)
+        if trial.resting:
+            trial.resting -= 1
+            return True
+        return self._since_plain >= REFRESH_STEPS
+
+    def plan(self, request_ids: Sequence[str], evidence: Sequence[int], num_requests: int) -> list[int]:
+        """Guesses for each request; evidence 0 gets none.
+
+        Args:
+            request_ids: that decode and could be drafted for.
+            evidence: what the drafter sees of each.
+            num_requests: of the step, those without drafts included.
+        """
+        acceptance = self.acceptance
+        kinds = [acceptance.kinds[acceptance.kind_of(e)] for e in evidence]
+        chances = [kind.chances(i) for kind, i in zip(kinds, request_ids, strict=True)]
+        caps = [
+            0 if not seen else min(self.most, UNSURE_DRAFTS) if kind.is_unsure(i) else self.most
+            for kind, seen, i in zip(kinds, evidence, request_ids, strict=True)
+        ]
+        counts = self._best(chances, caps, num_requests)
+        for kind, seen, count, i in zip(kinds, evidence, counts, request_ids, strict=True):
+            if seen and not count:
+                kind.skip(i)
+        return counts
+
+    def _best(self, chances: Sequence[tuple[float, float]], caps: Sequence[int], num_requests: int) -> list[int]:
+        """As many guesses of each as make tokens per millisecond the highest."""
+        best_rate, best = num_requests / self.costs.plain_ms(num_requests) * MARGIN, 0
+        heap = [(-first, i) for i, (first, _) in enumerate(chances) if caps[i]]
+        heapq.heapify(heap)
+        taken, counts, tokens = [], [0] * len(caps), float(num_requests)
+        while heap:
+            worth, i = heap[0]
+            counts[i] += 1
+            taken.append(i)
+            tokens -= worth
+            ms = self.costs.window_ms(num_requests + len(taken)) + self.draft_ms(max(counts[i], counts[taken[0]]))
+            if tokens / ms > best_rate:
+                best_rate, best = tokens / ms, len(taken)
+            if counts[i] < caps[i]:
+                heapq.heapreplace(heap, (worth * chances[i][1], i))
+            else:
+                heapq.heappop(heap)
+        for i in taken[best:]:
+            counts[i] -= 1
+        return counts
+
+    # -- after a step ---------------------------------------------------------------------------------------------
+
+    def verified(self, request_id: str, evidence: int, drafted: int, accepted: int) -> None:
+        """A window's outcome."""
+        kind = self.acceptance.kinds[self.acceptance.kind_of(evidence)]
+        kind.add(request_id, drafted, accepted)
+
+    def observe(self, num_requests: int, num_drafts: int, num_accepted: int, ms: float) -> bool:
+        """A step of decodes took `ms`; whether `state` has changed."""
+        before = self.state
+        self._since_plain = self._since_plain + 1 if num_drafts else 0
+        if num_drafts:
+            self._judge(self._trial(num_requests), num_requests, num_accepted, ms)
+        self.costs.observe(num_requests + num_drafts, num_drafts > 0, ms)
+        return self.state != before
+
+    def _judge(self, trial: _Trial, num_requests: int, num_accepted: int, ms: float) -> None:
+        keep = 1 - 1 / (2 * JUDGED_STEPS)
+        plain_ms = self.costs.plain_ms(num_requests)
+        trial.earned_ms = trial.earned_ms * keep + plain_ms * (num_requests + num_accepted) / num_requests
+        trial.spent_ms = trial.spent_ms * keep + ms
+        trial.steps += 1
+        if trial.steps < JUDGED_STEPS:
+            return
+        text = f"steps with drafts gave {trial.net:.2f} times the tokens of plain ones"
+        if trial.net < (ON_ABOVE if trial.proving else OFF_BELOW):
+            trial.pause = min(LONGEST_PAUSE, 2 * trial.pause) if trial.proving else FIRST_PAUSE
+            trial.resting, trial.proving = trial.pause, True
+            trial.earned_ms = trial.spent_ms = 0.0
+            trial.steps = 0
+            self.state = "off"
+            self.reason = f"{text} with {_requests(num_requests)}; tried again in {trial.pause} steps"
+        else:
+            trial.proving = False
+            self.state, self.reason = "on", f"{text} with {_requests(num_requests)}"
+
+    def _trial(self, num_requests: int) -> _Trial:
+        return self._trials.setdefault((num_requests - 1).bit_length(), _Trial())
+
+    def net(self, num_requests: int) -> float:
+        """Tokens per second of steps with drafts over that of plain steps, lately, at this batch size."""
+        return self._trial(num_requests).net
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended."""
+        self.acceptance.forget(request_id)
+
+
+def _requests(count: int) -> str:
+    return "one request" if count == 1 else f"{count} requests"

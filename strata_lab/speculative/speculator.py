@@ -1,0 +1,167 @@
+"""Drafter and policy at work, once before and once after every step of the loop. Torch-free.
+
+It writes guesses into `Request.draft_token_ids`, from which the scheduler takes what has room, and learns from what
+came of them. `NoSpeculation` is the same thing for an engine that does not draft.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from strata_lab.batch import ScheduledBatch
+from strata_lab.events import Draft, SpeculationEvent
+from strata_lab.request import Request
+from strata_lab.speculative.base import Drafter
+from strata_lab.speculative.loops import MIN_TOKENS, is_loop
+from strata_lab.speculative.policy import DraftPolicy
+
+Observed = tuple[tuple[Draft, ...], SpeculationEvent | None]
+DRAFT_TIME_SHARE = 0.2  # of the latest drafting time in its average
+
+
+class Speculation(Protocol):
+    """What the loop calls."""
+
+    @property
+    def status(self) -> tuple[str, str]:
+        """State ("none", "on" or "off") and the reason."""
+        ...
+
+    def prepare(self, running: Sequence[Request]) -> None:
+        """Before a step is scheduled, without the loop's lock: guess for those that decode."""
+        ...
+
+    def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float) -> Observed:
+        """After a step has been committed: what became of its drafts, and a change of state if there is one.
+
+        Args:
+            batch: the step.
+            counts: tokens per item that samples (`SampledTokens.counts`).
+            ms: from before `prepare` until the tokens were there.
+        """
+        ...
+
+
+class NoSpeculation:
+    """`Speculation` that never guesses."""
+
+    status = ("none", "")
+
+    def prepare(self, running: Sequence[Request]) -> None:
+        """Nothing to prepare."""
+
+    def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float) -> Observed:
+        """Nothing to learn."""
+        return (), None
+
+
+class Speculator:
+    """`Speculation` by a drafter, as a policy sees fit.
+
+    Args:
+        drafter: makes the guesses.
+        policy: says how many; None where every request gets `most` (tests and measurements of the bare drafter).
+        most: guesses per request and step at most.
+        times: of a drafter that costs time; what it takes is told to it.
+        clock_s: for that time.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        policy: DraftPolicy | None,
+        most: int,
+        times: DraftTimes | None = None,
+        clock_s: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.drafter, self.policy, self.most, self.times, self._clock_s = drafter, policy, most, times, clock_s
+        self._evidence: dict[Request, int] = {}
+
+    @property
+    def status(self) -> tuple[str, str]:
+        """The policy's state and reason."""
+        return ("on", "") if self.policy is None else (self.policy.state, self.policy.reason)
+
+    def prepare(self, running: Sequence[Request]) -> None:
+        """Guess for those that decode."""
+        self._evidence = {}
+        decoding = [request for request in running if request.is_decoding and _can_be_drafted_for(request)]
+        if not decoding or (self.policy is not None and self.policy.rests(len(decoding))):
+            return
+        evidence = self.drafter.look(decoding)
+        if not any(evidence):
+            return
+        if self.policy is None:
+            counts = [self.most if seen else 0 for seen in evidence]
+        else:
+            counts = self.policy.plan([r.request_id for r in decoding], evidence, len(decoding))
+        chosen = [(r, n, seen) for r, n, seen in zip(decoding, counts, evidence, strict=True) if n]
+        if not chosen:
+            return
+        started, wanted = self._clock_s(), [n for _, n, _ in chosen]
+        drafts = self.drafter.draft([r for r, _, _ in chosen], wanted)
+        if self.times is not None:
+            self.times.observe(max(wanted), (self._clock_s() - started) * 1e3)
+        for (request, _, seen), tokens in zip(chosen, drafts, strict=True):
+            request.draft_token_ids = tokens
+            self._evidence[request] = seen
+
+    def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float) -> Observed:
+        """Learn from a step."""
+        sampling = [item for item in batch.items if item.samples]
+        windows: list[Draft] = []
+        num_accepted = 0
+        for item, count in zip(sampling, counts or [1] * len(sampling), strict=True):
+            request = item.request
+            if item.drafts:
+                accepted, seen = count - 1, self._evidence.get(request, 1)
+                num_accepted += accepted
+                windows.append(self._window(request, item.start, list(item.drafts), accepted, seen))
+            if request.finished:
+                self._forget(request)
+        changed = False
+        if self.policy is not None and batch.num_decode_tokens and not batch.num_prefill_tokens:
+            changed = self.policy.observe(batch.num_decode_tokens, batch.num_draft_tokens, num_accepted, ms)
+        event = SpeculationEvent(time.perf_counter(), self.drafter.name, *self.status) if changed else None
+        return tuple(windows), event
+
+    def _window(self, request: Request, start: int, drafts: list[int], accepted: int, seen: int) -> Draft:
+        if self.policy is not None:
+            self.policy.verified(request.request_id, seen, len(drafts), accepted)
+        kinds = self.drafter.classes
+        return Draft(
+            request_id=request.request_id,
+            index=start + 1 - request.num_prompt_tokens,
+            token_ids=tuple(drafts),
+            num_accepted=accepted,
+            kind=[name for name, least in kinds if seen >= least or name == kinds[0][0]][-1],
+            is_loop=is_loop(request.token_ids[max(request.num_prompt_tokens, request.num_tokens - MIN_TOKENS) :]),
+        )
+
+    def _forget(self, request: Request) -> None:
+        self.drafter.forget(request)
+        if self.policy is not None:
+            self.policy.forget(request.request_id)
+
+
+def _can_be_drafted_for(request: Request) -> bool:
+    """Not where a mask depends on the token before it (grammars), nor where the text is not all tokens."""
+    return request.grammar is None and request.prompt_embeds is None
+
+
+class DraftTimes:
+    """How long a drafter that costs time takes for so many guesses per request: measured, linear in the guesses."""
+
+    def __init__(self, first_ms: float) -> None:
+        self.ms_per_draft = first_ms
+
+    def __call__(self, count: int) -> float:
+        """Milliseconds for `count` guesses."""
+        return self.ms_per_draft * count
+
+    def observe(self, count: int, ms: float) -> None:
+        """`count` guesses took `ms`; no more than twice the average is believed, as texts are taken in too."""
+        if count:
+            self.ms_per_draft += DRAFT_TIME_SHARE * (min(ms / count, 2 * self.ms_per_draft) - self.ms_per_draft)

@@ -1,0 +1,71 @@
+"""Times steps of a runner by their number of tokens, for `costs.py`: on made-up inputs that write nowhere.
+
+The first replay of a captured shape is the capture, so each shape is run once before the clock starts. Steps of an
+engine that serves meanwhile make the figures larger, all alike; what is left of the error the running costs correct.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from strata_lab.runner import Step, StepInputs
+from strata_lab.speculative.costs import StepCosts, measure
+
+BUDGET_S = 2.0
+
+
+def window_inputs(num_tokens: int, block_size: int, device: torch.device) -> StepInputs:
+    """A step that verifies a window of `num_tokens` of one request, writes nowhere and reads its first block."""
+    idle = StepInputs.idle(1, max(2, -(-num_tokens // block_size)), device)
+    rows = torch.arange(num_tokens, dtype=torch.int64, device=device)
+    return replace(
+        idle,
+        input_ids=torch.zeros_like(rows),
+        positions=rows,
+        slot_mapping=torch.full_like(rows, -1),
+        seq_lens=torch.full_like(idle.seq_lens, num_tokens),
+        cu_seqlens_q=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
+        sample_rows=rows,
+        max_q_len=num_tokens,
+    )
+
+
+def measured_costs(step: Step, block_size: int, device: torch.device, budget_s: float = BUDGET_S) -> StepCosts:
+    """Costs of the steps of `step`."""
+
+    def timer(inputs_of: Callable[[int], StepInputs]) -> Callable[[int], float]:
+        seen: set[int] = set()
+
+        def run(num_tokens: int) -> float:
+            inputs = inputs_of(num_tokens)
+            if num_tokens not in seen:
+                seen.add(num_tokens)
+                step(inputs)
+            return time_ms(lambda: step(inputs), device)
+
+        return run
+
+    with torch.inference_mode():
+        plain_ms = timer(lambda n: StepInputs.idle(n, 2, device))
+        window_ms = timer(lambda n: window_inputs(n, block_size, device))
+        plain, window = measure([plain_ms, window_ms], time.perf_counter, budget_s)
+    return StepCosts(plain, window)
+
+
+def time_ms(work: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds that `work` takes, the device's part included."""
+    _wait(device)
+    started = time.perf_counter()
+    work()
+    _wait(device)
+    return (time.perf_counter() - started) * 1e3
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # SYNC: a measurement

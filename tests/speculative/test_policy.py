@@ -1,0 +1,191 @@
+"""The policy drafts as much as pays, by measured cost and acceptance, and stops where the clock says that it loses."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from strata_lab.speculative.acceptance import Acceptance
+from strata_lab.speculative.costs import Curve, StepCosts, measure
+from strata_lab.speculative.loops import is_loop
+from strata_lab.speculative.ngram import NgramDrafter
+from strata_lab.speculative.policy import FIRST_PAUSE, JUDGED_STEPS, REFRESH_STEPS, DraftPolicy
+
+CLASSES = NgramDrafter.classes
+BASE, PER_TOKEN = 6.0, 1.0  # milliseconds: a step of 8 tokens costs about two of one
+
+
+def policy(base: float = BASE, per_token: float = PER_TOKEN, most: int = 8) -> DraftPolicy:
+    points = {n: base + per_token * n for n in (1, 2, 4, 8, 16, 32, 64, 128)}
+    return DraftPolicy(StepCosts(points, points), CLASSES, most)
+
+
+def settle(p: DraftPolicy, accepted_of: float, *, evidence: int = 20, windows: int = 60, name: str = "a") -> None:
+    """Windows of 8 whose guesses come true each with the given chance."""
+    rng = random.Random(1)
+    for _ in range(windows):
+        accepted = next((i for i in range(8) if rng.random() >= accepted_of), 8)
+        p.verified(name, evidence, 8, accepted)
+
+
+def run(p: DraftPolicy, steps: int, accepted: int, ms: float, num_requests: int = 1, drafts: int = 4) -> int:
+    """Steps that draft whenever the policy does not rest; how many did."""
+    drafted = 0
+    for _ in range(steps):
+        if p.rests(num_requests):
+            p.observe(num_requests, 0, 0, p.costs.plain_ms(num_requests))
+        else:
+            drafted += 1
+            p.observe(num_requests, drafts, accepted, ms)
+    return drafted
+
+
+def test_windows_grow_with_acceptance_and_end_where_it_does_not_pay() -> None:
+    lengths = []
+    for acceptance in (0.0, 0.5, 0.8, 0.97):
+        p = policy()
+        settle(p, acceptance)
+        lengths += p.plan(["a"], [20], 1)
+    assert lengths == sorted(lengths)
+    assert lengths[0] == 0
+    assert lengths[-1] == 8
+
+
+def test_windows_shrink_as_verification_gets_dearer() -> None:
+    lengths = []
+    for per_token in (0.01, 1.0, 3.0, 40.0):
+        p = policy(per_token=per_token)
+        settle(p, 0.8)
+        lengths += p.plan(["a"], [20], 1)
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] == 8
+    assert lengths[-1] == 0
+
+
+def test_a_large_batch_gets_shorter_windows_than_a_small_one() -> None:
+    """Where the step is bound by arithmetic (cost proportional to tokens) a guess must be nearly certain."""
+    points = {1: 6, 8: 9, 16: 20, 128: 160}
+    p = DraftPolicy(StepCosts(points, points), CLASSES, 8)
+    settle(p, 0.8, name="r0")
+    alone = p.plan(["r0"], [20], 1)
+    many = p.plan([f"r{i}" for i in range(16)], [20] * 16, 16)
+    assert alone[0] >= 4
+    assert sum(many) / 16 < alone[0] / 2
+
+
+def test_requests_of_one_step_share_its_cost_and_the_likelier_guesses_win() -> None:
+    p = policy()
+    settle(p, 0.97, name="copies")
+    settle(p, 0.3, name="invents")
+    copies, invents, blind = p.plan(["copies", "invents", "blind"], [20, 20, 0], 3)
+    assert copies > invents
+    assert blind == 0
+
+
+def test_kinds_of_text_are_told_apart_by_evidence() -> None:
+    acceptance = Acceptance(CLASSES)
+    assert [acceptance.names[acceptance.kind_of(n)] for n in (2, 4, 5, 11, 12, 24)] == [
+        "prose", "prose", "code", "code", "repetition", "repetition",
+    ]  # fmt: skip
+    p = policy()
+    settle(p, 0.0, evidence=2)
+    settle(p, 0.97, evidence=20)
+    assert p.plan(["a"], [2], 1) == [0]
+    assert p.plan(["a"], [20], 1) == [8]
+
+
+def test_what_was_given_up_on_is_tried_again_after_a_while() -> None:
+    p = policy()
+    settle(p, 0.0)
+    tries = [step for step in range(400) if p.plan(["a"], [20], 1) != [0]]
+    assert 20 < tries[0] < 300, "fading must lead to a probe, and not at once"
+
+
+def test_little_is_risked_before_anything_is_known() -> None:
+    assert policy().plan(["new"], [24], 1)[0] <= 3
+
+
+def test_it_stops_where_it_loses_says_so_and_rests_longer_each_time() -> None:
+    p = policy()
+    plain = p.costs.plain_ms(1)
+    assert run(p, JUDGED_STEPS, accepted=0, ms=2 * plain) == JUDGED_STEPS
+    assert p.state == "off"
+    assert "with one request" in p.reason
+    assert "0." in p.reason
+    assert run(p, FIRST_PAUSE, accepted=0, ms=2 * plain) == 0
+    assert run(p, JUDGED_STEPS, accepted=0, ms=2 * plain) == JUDGED_STEPS
+    assert run(p, 2 * FIRST_PAUSE, accepted=0, ms=2 * plain) == 0, "the second rest is twice as long"
+
+
+def test_it_takes_up_drafting_again_where_it_pays_and_not_for_a_hair() -> None:
+    for accepted, state in ((3, "on"), (0, "off")):
+        p = policy()
+        plain = p.costs.plain_ms(1)
+        run(p, JUDGED_STEPS + FIRST_PAUSE, accepted=0, ms=2 * plain)
+        for _ in range(JUDGED_STEPS):
+            assert not p.rests(1)
+            p.observe(1, 4, accepted, p.costs.plain_ms(1))  # as fast as plain decoding, with or without tokens gained
+        assert p.state == state
+
+
+def test_batch_sizes_are_judged_apart() -> None:
+    p = policy()
+    run(p, JUDGED_STEPS, accepted=0, ms=200.0, num_requests=16)
+    assert p.rests(16)
+    assert not p.rests(1)
+
+
+def test_a_plain_step_now_and_then_keeps_its_cost_known() -> None:
+    p = policy()
+    steps = 3 * REFRESH_STEPS
+    assert steps - run(p, steps, accepted=4, ms=p.costs.plain_ms(1)) == 2
+
+
+def test_a_curve_passes_through_its_points_and_goes_on_straight() -> None:
+    curve = Curve({1: 5.0, 3: 9.0, 4: 10.0})
+    assert [curve.ms(n) for n in (1, 2, 3, 4, 6)] == [5.0, 7.0, 9.0, 10.0, 12.0]
+    curve.scale(2, 2.0)
+    assert curve.points() == {1: 5.0, 2: 14.0, 3: 9.0, 4: 10.0}
+    assert Curve({2: 7.0}).ms(9) == 7.0
+
+
+def test_costs_follow_a_machine_that_slows_down_and_ignore_a_hiccup() -> None:
+    costs = StepCosts({1: 5.0, 8: 10.0}, {1: 5.0, 8: 10.0})
+    costs.observe(1, False, 500.0)
+    assert costs.plain_ms(1) < 6.0
+    for _ in range(40):
+        costs.observe(1, False, 8.0)
+    assert costs.plain_ms(1) == pytest.approx(8.0, rel=0.02)
+    assert costs.window_ms(8) > 12.0, "a change of pace is shared"
+    for _ in range(200):
+        costs.observe(8, True, 16.0)
+    assert costs.window_ms(8) == pytest.approx(16.0, rel=0.02)
+
+
+def test_measuring_keeps_the_best_of_each_size_and_heeds_its_budget() -> None:
+    now = 0.0
+
+    def timer(noise: dict[int, float]):
+        def time_ms(size: int) -> float:
+            nonlocal now
+            now += 1.0
+            return size + noise.pop(size, 0.0)
+
+        return time_ms
+
+    plain, window = measure([timer({1: 50.0}), timer({2: 9.0})], lambda: now, 100.0, sizes=(1, 4, 2), repeats=2)
+    assert plain == {1: 1.0, 2: 2.0, 4: 4.0}
+    assert window == {1: 1.0, 2: 2.0, 4: 4.0}
+    now = 0.0
+    (short,) = measure([timer({})], lambda: now, 0.0, sizes=(1, 4, 2), repeats=3)
+    assert set(short) == {1, 4}
+    (odd,) = measure([timer({1: 8.0})], lambda: now, 100.0, sizes=(1, 4), repeats=1)
+    assert odd == {1: 4.0, 4: 4.0}, "one token never takes longer than four"
+
+
+def test_a_text_that_goes_round_is_a_loop_and_a_list_is_not() -> None:
+    assert is_loop([1, 2, 3] * 40)
+    assert is_loop([9, 8, 7, *[5] * 60])
+    assert not is_loop([5] * 20)
+    assert not is_loop([t for i in range(30) for t in (1, 2, 3, 100 + i)])
