@@ -26,6 +26,7 @@ from strata_lab.block_manager import BlockManager
 from strata_lab.config import EngineConfig, Optimizations
 from strata_lab.device_sampling import GpuSampling
 from strata_lab.graph_runner import CapturedStep, CompiledStep, CpuRecorder, CudaRecorder
+from strata_lab.kernel_lab import Guarded
 from strata_lab.kernels import bind, seeing
 from strata_lab.kv_cache import HostBlocks, KVCache
 from strata_lab.kv_retention import Retention
@@ -39,7 +40,7 @@ from strata_lab.quant import engine_granularity
 from strata_lab.quant.base import LinearWeight
 from strata_lab.resolve import ProgressFn, Resolver
 from strata_lab.run_ahead import RunAhead
-from strata_lab.runner import EagerStep, Runner
+from strata_lab.runner import EagerStep, Runner, StepInputs
 from strata_lab.sampler import Sampler
 from strata_lab.speculative.draft_model import DraftModel
 from strata_lab.speculative.make import check_vocabulary, model_drafter, speculator
@@ -73,6 +74,7 @@ class Parts:
     basis: bytes  # tells ways of computing keys and values apart
     speculation: Speculation
     max_model_len: int
+    swapped: Mapping[str, Any]
 
 
 class Builder(Resolver):
@@ -81,6 +83,7 @@ class Builder(Resolver):
     def __init__(self, config: EngineConfig, progress: ProgressFn) -> None:
         super().__init__(config, progress)
         self._runners: dict[tuple[Any, ...], Any] = {}  # with the captures of the weights and pool in force
+        self.swapped: dict[str, Guarded] = {}  # operators that the kernel lab put in place of the backend's
 
     # -- making the objects -------------------------------------------------------------------------------------
 
@@ -109,6 +112,7 @@ class Builder(Resolver):
             host_blocks=host_blocks,
             speculation=self._speculation(resolved, runner, weights, kv),
             max_model_len=resolved.max_model_len,
+            swapped=dict(self.swapped),
         )
 
     def new_block_manager(self, parts: Parts) -> BlockManager:
@@ -200,7 +204,7 @@ class Builder(Resolver):
         return PrefillLane(self._plain(self._eager(resolved, weights, kv)), self.device)
 
     def _eager(self, resolved: Optimizations, weights: ModelWeights, kv: KVCache) -> EagerStep:
-        ops = bind(self.backend, invariant=resolved.batch_invariant)
+        ops = bind(self.backend, self.swapped, invariant=resolved.batch_invariant)
         if resolved.kv_window:
             ops = seeing(ops, resolved.kv_sinks, resolved.kv_window)
         model = CausalLM(self.model_config, weights, ops, self.rotary, fused=resolved.fused_kernels)
@@ -209,14 +213,17 @@ class Builder(Resolver):
     def _runner(self, resolved: Optimizations, weights: ModelWeights, kv: KVCache) -> Any:
         """The runner of a setting; kept, so that toggling back and forth captures nothing twice."""
         kept = self.retention(resolved).setting
-        key = (resolved.cuda_graph, resolved.fused_kernels, resolved.batch_invariant, kept)
+        own = tuple(sorted(self.swapped.items(), key=lambda item: item[0]))
+        self._runners = {k: r for k, r in self._runners.items() if k[0] != "step" or k[-1] in ((), own)}
+        key = ("step", resolved.cuda_graph, resolved.fused_kernels, resolved.batch_invariant, kept, own)
         if key not in self._runners:
             eager = self._eager(resolved, weights, kv)
             reason = self.why_not_captured() if resolved.cuda_graph else ""
             if reason and (fallback := Fallback("cuda_graph", reason)) not in self.fallbacks:
                 self.fallbacks.append(fallback)
             captured = resolved.cuda_graph and not reason
-            self._runners[key] = self._captured(eager) if captured else self._plain(eager)
+            make = self._captured_or_eager if own else self._captured
+            self._runners[key] = make(eager) if captured else self._plain(eager)
         runner = self._runners[key]
         runner.max_model_len = resolved.max_model_len or 0
         return runner
@@ -226,6 +233,25 @@ class Builder(Resolver):
 
     def _recorder(self) -> CudaRecorder | CpuRecorder:
         return CudaRecorder() if self.device.type == "cuda" else CpuRecorder()
+
+    def _captured_or_eager(self, eager: EagerStep) -> Runner | RunAhead:
+        """A captured step, or the plain one where a swapped operator cannot be captured."""
+        try:
+            return self._captured(eager)
+        except RuntimeError as error:
+            reason = f"a step with swapped {', '.join(self.swapped)} runs uncaptured: {str(error).splitlines()[0]}"
+            if (fallback := Fallback("cuda_graph", reason)) not in self.fallbacks:
+                self.fallbacks.append(fallback)
+            return self._plain(eager)
+
+    def calls_per_step(self, op: str, parts: Parts) -> int:
+        """Run a step that writes nowhere with the swapped operators; how often it calls `op`."""
+        guarded = self.swapped[op]
+        before = guarded.calls
+        step = self._eager(parts.optimizations, parts.weights, parts.kv)
+        with torch.inference_mode():
+            step.every_row(StepInputs.idle(1, 1, self.device))
+        return guarded.calls - before
 
     def _captured(self, eager: EagerStep) -> Runner | RunAhead:
         if self.device.type == "cpu" and self.config.capture == "inductor":
@@ -308,3 +334,10 @@ def changed_fields(before: Optimizations, after: Optimizations) -> Mapping[str, 
     """Fields whose value differs, with the new value."""
     old = before.as_dict()
     return {name: value for name, value in after.as_dict().items() if old[name] != value}
+
+
+def changed_ops(before: Parts, after: Parts) -> Mapping[str, str]:
+    """Operators that another function computes now, as "op NAME" to the function's name or "built-in"."""
+    moved = {n for n in {*before.swapped, *after.swapped} if before.swapped.get(n) is not after.swapped.get(n)}
+    names = {n: getattr(after.swapped[n].fn, "__name__", "swapped") if n in after.swapped else "built-in" for n in moved}
+    return {f"op {name}": names[name] for name in sorted(names)}

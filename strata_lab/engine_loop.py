@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from strata_lab.block_manager import BlockManager
-from strata_lab.build import Parts, changed_fields
+from strata_lab.build import Parts, changed_fields, changed_ops
 from strata_lab.desk import Desk, EngineClosedError
 from strata_lab.events import EventLog, SettingEvent, StateEvent, StepEvent, TokenEvent
 from strata_lab.model_config import ModelConfig
@@ -250,7 +250,8 @@ class EngineLoop(Desk):
             before.lane.close()  # every setting that has one makes its own
         now = time.perf_counter()
         took_ms = (now - started) * 1e3
-        self.events.append(SettingEvent(now, dict(changed_fields(before.optimizations, opt)), build_ms, took_ms))
+        changes = {**changed_fields(before.optimizations, opt), **changed_ops(before, parts)}
+        self.events.append(SettingEvent(now, changes, build_ms, took_ms))
         return took_ms
 
     # -- life ---------------------------------------------------------------------------------------------------
