@@ -339,5 +339,7 @@ def changed_fields(before: Optimizations, after: Optimizations) -> Mapping[str, 
 def changed_ops(before: Parts, after: Parts) -> Mapping[str, str]:
     """Operators that another function computes now, as "op NAME" to the function's name or "built-in"."""
     moved = {n for n in {*before.swapped, *after.swapped} if before.swapped.get(n) is not after.swapped.get(n)}
-    names = {n: getattr(after.swapped[n].fn, "__name__", "swapped") if n in after.swapped else "built-in" for n in moved}
+    names = {
+        n: getattr(after.swapped[n].fn, "__name__", "swapped") if n in after.swapped else "built-in" for n in moved
+    }
     return {f"op {name}": names[name] for name in sorted(names)}

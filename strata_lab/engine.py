@@ -25,8 +25,7 @@ from strata_lab.events import EventLog, ProgressEvent, StateEvent, StepEvent, To
 from strata_lab.explain import explain
 from strata_lab.intake import Intake, Prompt
 from strata_lab.kernels import bind
-from strata_lab.kernel_lab import SwapReport
-from strata_lab.op_swap import swap_op
+from strata_lab.op_swap import SwapsOps
 from strata_lab.prompt_embeds import checked, placeholder_ids
 from strata_lab.request import RequestOutput, check_token_ids
 from strata_lab.sampling_params import SamplingParams
@@ -42,7 +41,7 @@ __all__ = ["EngineClosedError", "EngineStats", "LLMEngine"]
 _open_engines: weakref.WeakSet[LLMEngine] = weakref.WeakSet()
 
 
-class LLMEngine:
+class LLMEngine(SwapsOps):
     """A model, its KV cache and the loop that serves it.
 
     Example:
@@ -294,20 +293,6 @@ class LLMEngine:
             note = texts[name] if texts[name].startswith("No effect") else ""
             answers[name] = FieldResult(status, getattr(after, name), note)
         return ApplyReport(answers, build_ms, swap_ms)
-
-    def swap_op(self, op: str, fn: Callable[..., Any] | None) -> SwapReport:
-        """Let `fn` compute an operator of the running engine, if it keeps the operator's SPEC; None restores it.
-
-        See `op_swap.py`. A function that fails later ends the step's requests and gives way to the built-in.
-        """
-        with self._apply_lock:
-            self._loop.check_open()
-            return swap_op(self._builder, self._loop, op, fn)
-
-    @property
-    def swapped_ops(self) -> dict[str, Callable[..., Any]]:
-        """Operator name to the function that computes it in place of the built-in."""
-        return {name: guarded.fn for name, guarded in self._builder.swapped.items() if not guarded.broken}
 
     def _progress(self, task: str, fraction: float) -> None:
         self.events.append(ProgressEvent(time.perf_counter(), task, fraction))

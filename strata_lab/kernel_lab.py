@@ -98,6 +98,7 @@ class Guarded:
         self.armed, self.broken, self.calls = False, False, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's answer, or the built-in's once it has failed."""
         if self.broken:
             return self._built_in(*args, **kwargs)
         self.calls += 1
@@ -191,9 +192,7 @@ def _fault(
     for name, x in got.items():
         want = model[name]
         if not isinstance(x, Tensor) or (x.shape, x.dtype, x.device) != (want.shape, want.dtype, want.device):
-            shown = (
-                f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-            )
+            shown = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             must = f"{want.dtype} {list(want.shape)} on {want.device}"
             return f"case {case!r}: {name} is {shown}, the contract says {must}", None
         if name.startswith("result") and x.numel() and x.untyped_storage().data_ptr() in owned:
@@ -205,9 +204,7 @@ def _fault(
 
 def _results(returned: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     values = () if returned is None else returned if isinstance(returned, tuple) else (returned,)
-    return {f"result {i}": x for i, x in enumerate(values)} | {
-        n: x for n, x in inputs.items() if n.endswith("_cache")
-    }
+    return {f"result {i}": x for i, x in enumerate(values)} | {n: x for n, x in inputs.items() if n.endswith("_cache")}
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

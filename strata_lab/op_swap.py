@@ -57,3 +57,25 @@ def swap_op(builder: Builder, loop: EngineLoop, op: str, fn: Callable[..., Any] 
 def _in_force(builder: Builder, loop: EngineLoop, started: float) -> float:
     parts = builder.parts(loop.parts.optimizations, loop.parts)
     return loop.swap(parts, builder.new_block_manager, (time.perf_counter() - started) * 1e3)
+
+
+class SwapsOps:
+    """The part of `LLMEngine` that replaces operators."""
+
+    _apply_lock: Any
+    _builder: Builder
+    _loop: EngineLoop
+
+    def swap_op(self, op: str, fn: Callable[..., Any] | None) -> SwapReport:
+        """Let `fn` compute an operator of the running engine, if it keeps the operator's SPEC; None restores it.
+
+        A function that fails later ends the step's requests and gives way to the built-in.
+        """
+        with self._apply_lock:
+            self._loop.check_open()
+            return swap_op(self._builder, self._loop, op, fn)
+
+    @property
+    def swapped_ops(self) -> dict[str, Callable[..., Any]]:
+        """Operator name to the function that computes it in place of the built-in."""
+        return {name: guarded.fn for name, guarded in self._builder.swapped.items() if not guarded.broken}

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from strata_lab import kernel_lab
 from strata_lab.engine import LLMEngine
 from strata_lab.events import SettingEvent
+from strata_lab.kernel_lab import spec_of
 from strata_lab.kernels.rms_norm import rms_norm_ref
 from strata_lab.sampling_params import SamplingParams
 from tests.checkpoints import write_checkpoint
@@ -82,15 +84,24 @@ def test_a_function_that_breaks_the_contract_is_refused_and_serving_goes_on(
 
 
 def test_a_wrong_number_is_named_by_case_and_element(engine: LLMEngine) -> None:
-    found = engine.swap_op("rms_norm", no_eps).difference
-    assert found is not None
+    """Without eps a row of small values comes out too large; of the cases before it, none is off."""
+    report = engine.swap_op("rms_norm", no_eps)
+    found = report.difference
+    assert report.status == "refused" and found is not None
+    inputs = next(c for c in spec_of("rms_norm").cases() if c.name == found.case).make(torch.device("cpu"))
+    assert found.got == no_eps(**inputs)[found.index].item()
+    assert found.expected == pytest.approx(rms_norm_ref(**inputs)[found.index].item(), rel=1e-5)
     assert abs(found.got - found.expected) > found.tolerance
-    case = {"x": torch.zeros(found.index[0] + 1, 1)}
-    assert len(found.index) == 2 and case["x"].shape[0] == found.index[0] + 1
+    assert found.case in report.reason and str(list(found.index)) in report.reason
+
+
+def test_a_function_too_slow_to_serve_is_refused(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_lab, "SLOWEST_MS", 0.0)
+    report = engine.swap_op("rms_norm", by_hand)
+    assert report.status == "refused" and "ms per call" in report.reason and engine.swapped_ops == {}
 
 
 def test_settings_tell_of_swaps(engine: LLMEngine) -> None:
-    told: list[Any] = []
     engine.swap_op("rms_norm", by_hand)
     engine.swap_op("rms_norm", None)
     told = [e.changes for e in engine.events.since(0)[0] if isinstance(e, SettingEvent)]
