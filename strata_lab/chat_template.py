@@ -46,12 +46,14 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
-def render(source: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+def render(
+    source: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, **variables: Any
+) -> str:
     """The text a template makes of the messages. Raises `RequestError` with the template's own words if it refuses."""
     from jinja2 import TemplateError
 
     try:
-        return _compile(source).render(messages=[dict(m) for m in messages], tools=None, documents=None, **variables)
+        return _compile(source).render(messages=[dict(m) for m in messages], tools=tools, documents=None, **variables)
     except (TemplateError, TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
         raise RequestError(
             f"the model's chat template refused the messages: {error}; "

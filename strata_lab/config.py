@@ -209,8 +209,24 @@ def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         raise ConfigError(f"{name}={value!r} must be one of {', '.join(map(str, allowed))}; try {allowed[0]!r}")
 
 
-# The source articles' and vLLM's names for our fields, accepted by `LLMEngine(...)`.
-ALIASES = {"quantization": "weight_format", "max_batch_size": "max_num_seqs", "max_seq_len": "max_model_len"}
+def why_bad(name: str, value: Any) -> str:
+    """Why a toggle cannot have a value, whatever the machine; empty if it can."""
+    try:
+        Optimizations().replace({name: value})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+# The source articles' and vLLM's names for our fields, accepted by `LLMEngine(...)` and as flags.
+ALIASES = {
+    "quantization": "weight_format",
+    "max_batch_size": "max_num_seqs",
+    "max_seq_len": "max_model_len",
+    "max_batch_tokens": "max_num_batched_tokens",
+    "enable_cuda_graph": "cuda_graph",
+    "enable_prefix_caching": "prefix_cache",
+}
 
 
 def engine_config(

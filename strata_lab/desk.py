@@ -6,6 +6,7 @@ Everything here holds the one lock for microseconds, or waits for the loop to re
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,7 +14,7 @@ from concurrent.futures import Future
 from strata_lab.events import EventLog
 from strata_lab.model_config import ModelConfig
 from strata_lab.scheduler import Scheduler
-from strata_lab.session import Session
+from strata_lab.session import Inbox, Session
 from strata_lab.stats import StepAccounts
 
 MAX_KEPT_OUTPUTS = 1024  # finished requests whose output nobody has fetched
@@ -39,6 +40,7 @@ class Desk:
         self._wake = threading.Condition(self._lock)
         self._swaps: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._sessions: dict[str, Session] = {}
+        self._inboxes: weakref.WeakSet[Inbox] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._accounts = StepAccounts(config)
@@ -50,6 +52,8 @@ class Desk:
             session.check_new(self._sessions)
             self.scheduler.add(session.request)
             self._sessions.update((one.request.request_id, one) for one in session.group)
+            if session.inbox is not None and session.inbox not in self._inboxes:
+                self._inboxes = weakref.WeakSet((*self._inboxes, session.inbox))  # the loop may be reading the old one
             self._drop_old_outputs()
             self._wake.notify_all()
 
@@ -64,7 +68,13 @@ class Desk:
                     if self.scheduler.abort(one.request.request_id) is None:  # it has not begun
                         one.request.finish("abort")
                     self._end(one)
-            return True
+        self._flush()
+        return True
+
+    def _flush(self) -> None:
+        """Tell those who read many requests at once that there are events, once for all of them."""
+        for inbox in self._inboxes:
+            inbox.flush()
 
     def session(self, request_id: str) -> Session:
         """A known request; raises `KeyError` otherwise."""

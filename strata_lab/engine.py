@@ -18,7 +18,7 @@ import torch
 
 from strata_lab.apply import ApplyReport, Fallback, FieldResult, Status
 from strata_lab.build import Builder, changed_fields
-from strata_lab.config import DEFAULT_MODEL, EngineConfig, Optimizations, engine_config, toggles
+from strata_lab.config import DEFAULT_MODEL, EngineConfig, Optimizations, engine_config, toggles, why_bad
 from strata_lab.desk import EngineClosedError
 from strata_lab.engine_loop import EngineLoop
 from strata_lab.events import EventLog, ProgressEvent, StateEvent, StepEvent, TokenEvent
@@ -30,7 +30,7 @@ from strata_lab.prompt_embeds import checked, placeholder_ids
 from strata_lab.request import RequestOutput, check_token_ids
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.scheduler import Scheduler
-from strata_lab.session import TokenStream, collect
+from strata_lab.session import Inbox, Session, TokenStream, collect
 from strata_lab.settings import ConfigError, RequestError
 from strata_lab.stats import EngineStats
 from strata_lab.telemetry.ceilings import Ceilings
@@ -118,6 +118,11 @@ class LLMEngine(SwapsOps):
         """Whether `close` was called."""
         return self._loop.closed
 
+    @property
+    def alive(self) -> bool:
+        """Whether the background loop runs."""
+        return self._loop.alive
+
     def explain(self) -> dict[str, str]:
         """Toggle name to what it does on this machine, or why it has no effect."""
         texts = explain(self.device.type)
@@ -180,6 +185,19 @@ class LLMEngine(SwapsOps):
         self._loop.check_open()
         parts = self._loop.parts
         return bind(self._builder.backend).embedding(ids, parts.weights.embedding).float()
+
+    def follow(
+        self, prompt: Prompt, params: SamplingParams, inbox: Inbox, *, request_id: str | None = None, priority: int = 0
+    ) -> Session:
+        """As `add_request`, with events that go to `inbox`, for who reads many at once. Call `forget` in the end."""
+        self.start()
+        session = self._intake.session(prompt, params, request_id, priority, inbox=inbox)
+        self._loop.add(session)
+        return session
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request and its output; an unfinished one is aborted, an unknown one is fine."""
+        self._loop.forget(request_id)
 
     def abort(self, request_id: str) -> bool:
         """End a request now, in any state; its text so far is kept. False if it is unknown or has ended."""
@@ -266,7 +284,7 @@ class LLMEngine(SwapsOps):
         """
         with self._apply_lock:
             before = self.optimizations
-            refused = {name: reason for name in changes if (reason := _why_bad(name, changes[name]))}
+            refused = {name: reason for name in changes if (reason := why_bad(name, changes[name]))}
             wanted = {name: value for name, value in changes.items() if name not in refused}
             report = self._change(before, wanted) if wanted else ApplyReport({})
             answers = {name: FieldResult("refused", getattr(before, name, None), why) for name, why in refused.items()}
@@ -326,15 +344,6 @@ class LLMEngine(SwapsOps):
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.optimizations.weight_format}, {self.device.type}"
         return f"LLMEngine({self.config.model!r}, {state})"
-
-
-def _why_bad(name: str, value: Any) -> str:
-    """Why a change is wrong whatever the machine; empty if it is not."""
-    try:
-        Optimizations().replace({name: value})
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 @atexit.register

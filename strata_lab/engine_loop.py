@@ -256,6 +256,11 @@ class EngineLoop(Desk):
 
     # -- life ---------------------------------------------------------------------------------------------------
 
+    @property
+    def alive(self) -> bool:
+        """Whether the background thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
     def start(self) -> None:
         """Start the background thread; does nothing if it runs."""
         with self._lock:
@@ -273,6 +278,7 @@ class EngineLoop(Desk):
                     return
                 self._run_swaps()
             self.parts.governor.run(self.step)
+            self._flush()
 
     def close(self) -> None:
         """Stop the thread and end all requests. Safe to repeat."""

@@ -17,7 +17,7 @@ from strata_lab.grammar import Grammars
 from strata_lab.model_config import ModelConfig
 from strata_lab.request import Request, check_token_ids
 from strata_lab.sampling_params import RequestError, SamplingParams
-from strata_lab.session import Session
+from strata_lab.session import Inbox, Session
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -37,7 +37,13 @@ class Intake:
         self._grammars = Grammars(tokenizer, config.vocab_size, self.eos_token_ids)
 
     def session(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int, prompt_embeds: Any = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None,
+        priority: int,
+        prompt_embeds: Any = None,
+        inbox: Inbox | None = None,
     ) -> Session:
         """A session for one prompt, with those of its other texts in its `group`.
 
@@ -73,9 +79,9 @@ class Intake:
             grammar=None if wish is None else self._grammars.compiled(wish),
             prompt_embeds=prompt_embeds,
         )
-        first = Session(request, text, self._detokenizer(request), params)
+        first = Session(request, text, self._detokenizer(request), params, inbox=inbox)
         for other in other_choices(request):
-            Session(other, text, self._detokenizer(other), params, first)
+            Session(other, text, self._detokenizer(other), params, first, inbox)
         return first
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from strata_lab.choices import together
 from strata_lab.detokenizer import Detokenizer
@@ -18,6 +18,18 @@ from strata_lab.request import Request, RequestOutput, TokenLogprobs
 from strata_lab.sampling_params import RequestError, SamplingParams
 
 ASYNC_POLL_S = 0.25  # how long an abandoned asyncio reader may keep its helper thread
+
+
+class Inbox(Protocol):
+    """Where one reader gets the events of many requests; the engine thread calls it and must never wait in it."""
+
+    def put(self, event: TokenEvent) -> None:
+        """Keep an event."""
+        ...
+
+    def flush(self) -> None:
+        """A step is over: whoever reads may look now."""
+        ...
 
 
 class Session:
@@ -29,6 +41,7 @@ class Session:
         detokenizer: None when the model has no tokenizer; the text is then empty.
         asked: the parameters that were given; the request's own may ask for more.
         first: the session of the prompt's first text, where this is another.
+        inbox: gets the events in place of the session's own queue.
 
     Attributes:
         choice: which of the texts of the prompt this is.
@@ -43,9 +56,10 @@ class Session:
         detokenizer: Detokenizer | None,
         asked: SamplingParams,
         first: Session | None = None,
+        inbox: Inbox | None = None,
     ) -> None:
-        self.request, self.prompt, self.asked = request, prompt, asked
-        self.followed = False
+        self.request, self.prompt, self.asked, self.inbox = request, prompt, asked, inbox
+        self.followed = inbox is not None
         self.choice = 0 if first is None else len(first.group)
         self.group: list[Session] = [self]
         self.not_begun: list[Session] = []
@@ -108,7 +122,7 @@ class Session:
     def deliver(self, event: TokenEvent) -> None:
         """Hand an event to whoever follows."""
         self._ended = self._ended or event.finish_reason is not None
-        self._queue.put(event)
+        (self.inbox or self._queue).put(event)
 
     def end(self) -> None:
         """Deliver the end of a request that ended without a token: aborted or failed."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -115,3 +117,13 @@ def check_size(name: str, value: Any) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < 0:
         raise ConfigError(f"{name}={value!r} must be a number of GiB, at least 0; try 4")
+
+
+def attribute_docs(cls: type) -> dict[str, str]:
+    """Field name to its text in the class docstring's "Attributes:" section; names may share a line with commas."""
+    section = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
+    docs: dict[str, str] = {}
+    for entry in re.split(r"\n(?=    \S)", section.split("\n\n")[0].rstrip()):
+        names, _, text = entry.strip().partition(": ")
+        docs |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    return docs

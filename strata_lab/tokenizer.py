@@ -111,8 +111,13 @@ class Tokenizer:
         token = self.backend.id_to_token(token_id)
         return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The text that the model's chat template makes of the messages.
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The text that the model's chat template makes of the messages, and of the tools it may be told of.
 
         Raises `RequestError` for malformed messages, for messages the template refuses, and where there is no template.
         """
@@ -124,16 +129,20 @@ class Tokenizer:
         return render(
             self.chat_template,
             messages,
+            tools,
             add_generation_prompt=add_generation_prompt,
             bos_token=self._token(self.bos_token_id),
             eos_token=self._token(next(iter(self.eos_token_ids), None)),
         )
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Token ids of chat messages, ready to generate the answer. Errors as `render_chat`."""
-        ids = self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
+        ids = self.encode(self.render_chat(messages, add_generation_prompt, tools), add_special_tokens=False)
         if self.add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
         return ids

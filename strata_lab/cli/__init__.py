@@ -20,6 +20,7 @@ from strata_lab import __version__
 from strata_lab.cli import bench, checkpoints, gauges
 from strata_lab.cli.answers import answer
 from strata_lab.cli.options import config_flags, given, parse_toggle, sampling_flags, toggle_flags, with_flags
+from strata_lab.cli.serve import serve
 from strata_lab.cli.terminal import AsJson, bar, fail, plain_errors, print_checks, show
 from strata_lab.config import DEFAULT_MODEL, engine_config, toggles
 from strata_lab.sampling_params import RequestError, SamplingParams
@@ -275,6 +276,7 @@ def doctor(
     raise typer.Exit(0 if ok else 1)
 
 
+app.command()(serve)
 app.command()(checkpoints.convert)
 app.command()(checkpoints.validate)
 app.command()(gauges.roofline)

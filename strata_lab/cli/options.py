@@ -9,31 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
-from strata_lab.config import BLOCK_SIZES, CAPTURES, DEVICES, DTYPES, EngineConfig, toggles
+from strata_lab.config import ALIASES, BLOCK_SIZES, CAPTURES, DEVICES, DTYPES, EngineConfig, toggles
 from strata_lab.sampling_params import SamplingParams
-from strata_lab.settings import Toggle, check_names
+from strata_lab.server.settings import ServerConfig
+from strata_lab.settings import Toggle, attribute_docs, check_names
 
 CHOICES = {"device": DEVICES, "dtype": DTYPES, "block_size": BLOCK_SIZES, "capture": CAPTURES}
 # Sampling fields that make no sense as flags: a mapping, and what a stream of text cannot show.
 NO_FLAG = ("logit_bias", "logprobs")
 ON, OFF = ("on", "true", "yes", "1"), ("off", "false", "no", "0")
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-def attribute_docs(cls: type) -> dict[str, str]:
-    """Field name to its text in the class docstring's "Attributes:" section; names may share a line with commas."""
-    section = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
-    docs: dict[str, str] = {}
-    for entry in re.split(r"\n(?=    \S)", section.split("\n\n")[0].rstrip()):
-        names, _, text = entry.strip().partition(": ")
-        docs |= dict.fromkeys(names.split(", "), " ".join(text.split()))
-    return docs
 
 
 def toggle_flags(kinds: Iterable[str] = ("bool", "choice", "int", "float")) -> list[inspect.Parameter]:
@@ -51,6 +41,11 @@ def config_flags(skip: Iterable[str] = ()) -> list[inspect.Parameter]:
 def sampling_flags() -> list[inspect.Parameter]:
     """A flag per field of `SamplingParams` that a person would set by hand."""
     return _field_flags(SamplingParams, set(NO_FLAG))
+
+
+def server_flags() -> list[inspect.Parameter]:
+    """A flag per field of `ServerConfig`."""
+    return _field_flags(ServerConfig, set())
 
 
 def _field_flags(cls: type, left_out: set[str]) -> list[inspect.Parameter]:
@@ -78,8 +73,9 @@ def _flag(name: str, kind: Any, doc: str, default: Any, choices: Iterable[Any]) 
         shown = {True: "on", False: "off"}.get(default, default) if isinstance(default, bool) else default
         text = f"{text.rstrip('.')}. Default: {shown}."
     listed = [str(c) for c in choices]
+    names = [dashed, *(alias.replace("_", "-") for alias, field in ALIASES.items() if field == name)]
     option = typer.Option(
-        f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}",
+        *(f"--{n}/--no-{n}" if kind is bool else f"--{n}" for n in names),
         help=text,
         metavar="|".join(listed) or ("VALUE (repeatable)" if typing.get_origin(kind) is list else None),
         autocompletion=(lambda: listed) if listed else None,

@@ -1,0 +1,264 @@
+"""Answers as bytes: completions and `/generate`, whole and streamed; the chat's are in `chat_writer.py`.
+
+A stream's pieces are made of JSON that is ready but for the text, so a token costs one string encoding. Tokens of one
+step that belong to one answer become one piece; counts of tokens are in `usage` and nowhere else.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+
+from strata_lab.request import TokenLogprobs
+from strata_lab.server.bridge import Events, Reply
+from strata_lab.server.errors import ApiError
+from strata_lab.session import Session
+
+DONE = b"data: [DONE]\n\n"
+NULL = b"null"
+
+
+def now() -> int:
+    """Seconds since 1970, as OpenAI's `created`."""
+    return int(time.time())
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What all pieces of an answer share.
+
+    Attributes:
+        id, object, model: OpenAI's fields.
+        created: seconds since 1970.
+        usage_wanted: end a stream with the numbers of tokens.
+        warnings: sentences about what had no effect.
+    """
+
+    id: str
+    object: str
+    model: str
+    created: int
+    usage_wanted: bool
+    warnings: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The beginning of a document."""
+        shared = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
+        return shared | ({"warnings": self.warnings} if self.warnings else {})
+
+
+@dataclass
+class Piece:
+    """New text of one answer: the events of one wake-up put together."""
+
+    text: str
+    finish_reason: str | None
+    error: str | None
+    logprobs: list[TokenLogprobs]
+    token_ids: list[int]
+
+
+def gathered(events: Events, sessions: list[Session]) -> dict[int, Piece]:
+    """Events of a wake-up by answer."""
+    pieces: dict[int, Piece] = {}
+    for number, event in events:
+        piece = pieces.get(number)
+        if piece is None:
+            piece = pieces[number] = Piece("", None, None, [], [])
+        piece.text += event.text
+        piece.finish_reason, piece.error = event.finish_reason, event.error
+        if event.token_id >= 0:
+            piece.token_ids.append(event.token_id)
+            kept = sessions[number].request.logprobs
+            if event.index < len(kept):
+                piece.logprobs.append(kept[event.index])
+    return pieces
+
+
+def usage(reply: Reply, num_prompts: int) -> dict[str, Any]:
+    """Numbers of tokens; a prompt counts once, however many answers it has."""
+    requests = [session.request for session in reply.sessions]
+    firsts = requests[:: max(1, len(requests) // max(1, num_prompts))]
+    prompt, output = sum(r.num_prompt_tokens for r in firsts), sum(r.num_output_tokens for r in requests)
+    cached = sum(r.num_cached_tokens for r in firsts)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def failure(reply: Reply) -> ApiError | None:
+    """Why there is no whole answer to give; None if there is."""
+    requests = [session.request for session in reply.sessions]
+    if error := next((r.error or "the step failed" for r in requests if r.finish_reason == "error"), None):
+        return ApiError(500, error, code="engine_error")
+    if any(r.finish_reason == "abort" for r in requests):
+        return ApiError(
+            503, "the request was ended because the server stops; send it again", code="aborted", retry_after_s=5
+        )
+    if all(r.finish_reason == "timeout" and not r.num_output_tokens for r in requests):
+        return ApiError(504, "the deadline passed before the first token; try a larger timeout_s", code="timeout")
+    return None
+
+
+def error_piece(error: ApiError) -> bytes:
+    """An error inside a stream."""
+    return b"data: " + orjson.dumps(error.body()) + b"\n\n"
+
+
+def ending_error(reason: str | None, message: str | None) -> bytes:
+    """What a stream says after an answer that did not end well; nothing for one that did."""
+    if reason == "error":
+        return error_piece(ApiError(500, message or "the step failed", code="engine_error"))
+    if reason == "abort":
+        return error_piece(ApiError(503, "the request was ended because the server stops", code="aborted"))
+    return b""
+
+
+class Writer(Protocol):
+    """Turns events into an answer."""
+
+    def piece(self, events: Events) -> bytes:
+        """More of a stream; may be empty."""
+        ...
+
+    def end(self) -> bytes:
+        """The end of a stream."""
+        ...
+
+    def whole(self) -> bytes:
+        """The whole answer."""
+        ...
+
+
+class CompletionWriter:
+    """`/v1/completions`.
+
+    Args:
+        envelope: what all pieces share.
+        reply: whose answers.
+        prompts: texts to begin with, by answer, for `echo`; None without.
+        tokenizer: for the tokens of log probabilities.
+        num_prompts: of the request.
+    """
+
+    def __init__(
+        self, envelope: Envelope, reply: Reply, prompts: list[str] | None, tokenizer: Any, num_prompts: int
+    ) -> None:
+        self._envelope, self._reply, self._prompts = envelope, reply, prompts
+        self._tokenizer, self._num_prompts = tokenizer, num_prompts
+        self._head = b"data: " + orjson.dumps(envelope.as_dict())[:-1] + b',"choices":[{"index":'
+        self._tail = b'}],"usage":null}\n\n' if envelope.usage_wanted else b"}]}\n\n"
+        self._begun: set[int] = set()
+        self._offsets: dict[int, int] = {}
+
+    def piece(self, events: Events) -> bytes:
+        """See `Writer`."""
+        out = []
+        for number, piece in gathered(events, self._reply.sessions).items():
+            text = piece.text
+            if self._prompts is not None and number not in self._begun:
+                self._begun.add(number)
+                text = self._prompts[number] + text
+            if text or piece.finish_reason is not None or piece.logprobs:
+                reason = NULL if piece.finish_reason is None else orjson.dumps(piece.finish_reason)
+                out += [
+                    self._head, b"%d" % number, b',"text":', orjson.dumps(text), b',"logprobs":',
+                    self._logprobs(number, piece.logprobs), b',"finish_reason":', reason, self._tail,
+                ]  # fmt: skip
+            out.append(ending_error(piece.finish_reason, piece.error))
+        return b"".join(out)
+
+    def _logprobs(self, number: int, entries: list[TokenLogprobs]) -> bytes:
+        if not entries:
+            return NULL
+        table = completion_logprobs(entries, self._tokenizer, self._offsets.get(number, 0))
+        self._offsets[number] = table["text_offset"][-1] + len(table["tokens"][-1])
+        return orjson.dumps(table)
+
+    def end(self) -> bytes:
+        """See `Writer`."""
+        if not self._envelope.usage_wanted:
+            return DONE
+        last = self._envelope.as_dict() | {"choices": [], "usage": usage(self._reply, self._num_prompts)}
+        return b"data: " + orjson.dumps(last) + b"\n\n" + DONE
+
+    def whole(self) -> bytes:
+        """See `Writer`."""
+        choices = []
+        for number, session in enumerate(self._reply.sessions):
+            output = session.output()
+            start = self._prompts[number] if self._prompts is not None else ""
+            table = completion_logprobs(list(output.logprobs), self._tokenizer, 0) if output.logprobs else None
+            choices.append(
+                {"index": number, "text": start + output.text, "logprobs": table, "finish_reason": output.finish_reason}
+            )
+        return orjson.dumps(
+            self._envelope.as_dict() | {"choices": choices, "usage": usage(self._reply, self._num_prompts)}
+        )
+
+
+def completion_logprobs(entries: list[TokenLogprobs], tokenizer: Any, offset: int) -> dict[str, Any]:
+    """The older shape: parallel lists."""
+    tokens = [token_text(tokenizer, e.token_id) for e in entries]
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [e.logprob for e in entries],
+        "top_logprobs": [{token_text(tokenizer, i): p for i, p in e.top.items()} or None for e in entries],
+        "text_offset": offsets,
+    }
+
+
+def token_text(tokenizer: Any, token_id: int) -> str:
+    """A token for people; its number where the model has no tokenizer."""
+    return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
+
+
+class GenerateWriter:
+    """`/generate`: text, tokens and times of each answer, and nothing around them."""
+
+    def __init__(self, envelope: Envelope, reply: Reply) -> None:
+        self._envelope, self._reply = envelope, reply
+
+    def piece(self, events: Events) -> bytes:
+        """See `Writer`."""
+        out = []
+        for number, piece in gathered(events, self._reply.sessions).items():
+            facts = {"index": number, "text": piece.text, "token_ids": piece.token_ids}
+            if piece.logprobs:
+                facts["logprobs"] = [e.logprob for e in piece.logprobs]
+            if piece.finish_reason is not None:
+                facts["finish_reason"] = piece.finish_reason
+            out += [b"data: ", orjson.dumps(facts), b"\n\n", ending_error(piece.finish_reason, piece.error)]
+        return b"".join(out)
+
+    def end(self) -> bytes:
+        """See `Writer`."""
+        return b"data: " + orjson.dumps({"outputs": self._outputs(), **self._totals()}) + b"\n\n" + DONE
+
+    def whole(self) -> bytes:
+        """See `Writer`."""
+        texts = [session.output().text for session in self._reply.sessions]
+        return orjson.dumps({"text": texts, "outputs": self._outputs(), **self._totals()})
+
+    def _totals(self) -> dict[str, Any]:
+        warnings = {"warnings": self._envelope.warnings} if self._envelope.warnings else {}
+        return {"model": self._envelope.model, "usage": usage(self._reply, 1), **warnings}
+
+    def _outputs(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "text": o.text, "token_ids": list(o.token_ids), "finish_reason": o.finish_reason, "ttft_ms": o.ttft_ms,
+                "tpot_ms": o.tpot_ms, "e2e_ms": o.e2e_ms, "logprobs": [e.logprob for e in o.logprobs] or None,
+            }
+            for o in (session.output() for session in self._reply.sessions)
+        ]  # fmt: skip
