@@ -40,10 +40,11 @@ def serve(
     if enable_chunked_prefill is False:
         raise ConfigError("prompts are always sliced to max_num_batched_tokens; for whole ones raise that number")
     mine = {f.name for f in dataclasses.fields(ServerConfig)}
-    chosen = given({k: v for k, v in options.items() if k in mine})
+    chosen: dict[str, Any] = given({k: v for k, v in options.items() if k in mine})
     if api_key_file is not None:
         chosen["api_key"] = (*chosen.get("api_key", ()), *_keys(api_key_file))
-    config = ServerConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in chosen.items()})
+    settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in chosen.items()}
+    config = ServerConfig(**settings)
     engine_options = given({k: v for k, v in options.items() if k not in mine})
     engine_config(model, **engine_options)  # a mistake shows before anything is imported
     if config.host not in LOOPBACK and not config.api_key:

@@ -42,7 +42,8 @@ class ChatWriter:
         return b"".join(out)
 
     def _write_piece(self, out: list[bytes], number: int, piece: Piece) -> None:
-        text, calls = piece.text, []
+        text = piece.text
+        calls: list[Call] = []
         finder = self._finders[number] if self._finders else None
         if finder is not None:
             text, calls = finder.push(text)

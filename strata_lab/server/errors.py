@@ -99,7 +99,7 @@ def of_validation(errors: Sequence[Mapping[str, Any]], known: Mapping[str, list[
         known: title of a body model to its field names, for the nearest one to a misspelt name.
     """
     first = errors[0]
-    path = [part for part in first["loc"] if part != "body"]
+    path = _fields_of(first, known)
     param = _written(path)
     kind, given = first["type"], first.get("input")
     if kind == "json_invalid":
@@ -108,7 +108,17 @@ def of_validation(errors: Sequence[Mapping[str, Any]], known: Mapping[str, list[
         return _unknown(path, param, known)
     if kind == "missing":
         return ApiError(400, f"{param or 'the body'} is missing; it is required", param=param, code="missing_field")
-    return bad(f"{param or 'the body'}={_shown(given)}: {_sentence(first)}", param)
+    rules = dict.fromkeys(_sentence(e) for e in errors if _fields_of(e, known)[: len(path)] == path)
+    return bad(f"{param or 'the body'}={_shown(given)}: {', or '.join(list(rules)[:3])}", param or None)
+
+
+def _fields_of(error: Mapping[str, Any], known: Mapping[str, list[str]]) -> list[Any]:
+    """Where an error is, without the names that pydantic gives to the alternatives of a field."""
+    path = [part for part in error["loc"] if part != "body"]
+    if error["type"] == "extra_forbidden":
+        return path
+    names = {name for fields in known.values() for name in fields}
+    return [part for part in path if isinstance(part, int) or part in names]
 
 
 def _unknown(path: list[Any], param: str, known: Mapping[str, list[str]]) -> ApiError:

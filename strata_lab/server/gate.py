@@ -1,4 +1,4 @@
-"""What every request passes before an endpoint sees it: a name, the key, the server's state, and its body within bounds.
+"""What every request passes before an endpoint sees it: a name, the key, the server's state, bounds on its body.
 
 Plain ASGI, so that streams are not wrapped. The body is read here, whole and in time, and handed on.
 """

@@ -1,7 +1,7 @@
 """Starts a server: listens at once, loads the model beside that, and stops without cutting anybody off.
 
-SIGTERM or Ctrl+C: new requests get 503, running ones may finish for `drain_timeout_s`, then the engine is closed. A second
-signal stops at once. The application itself is in `app.py`.
+SIGTERM or Ctrl+C: new requests get 503, running ones may finish for `drain_timeout_s`, then the engine is closed. A
+second signal stops at once. The application itself is in `app.py`.
 """
 
 from __future__ import annotations
@@ -128,9 +128,7 @@ class Server(uvicorn.Server):
     async def _drain(self) -> None:
         live = self.service.num_live
         limit = self.service.config.drain_timeout_s
-        self._announce(
-            f"stopping: {live} requests may finish, for up to {limit:g} s; the same signal again stops at once"
-        )
+        self._announce(f"stopping: {live} requests may finish, for up to {limit:g} s; a second signal stops at once")
         cut = await self.service.drain()
         if cut:
             self._announce(f"{cut} requests were ended by drain_timeout_s={limit:g}")

@@ -1,7 +1,7 @@
 """Tool calls in the Hermes convention: how a model is told of tools, and how its calls are found in its text.
 
-A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes, Qwen and others are trained to write. What
-begins like a call and is none comes out as text: nothing a model wrote is lost.
+A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes, Qwen and others are trained to write.
+What begins like a call and is none comes out as text: nothing a model wrote is lost.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ class CallFinder:
     def push(self, text: str) -> tuple[str, list[Call]]:
         """More text; the content that is certain and the calls that are complete."""
         self._held += text
-        content, found = [], []
+        content: list[str] = []
+        found: list[Call] = []
         while True:
             start = self._held.find(OPEN)
             if start < 0:

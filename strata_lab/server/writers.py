@@ -219,8 +219,13 @@ def completion_logprobs(entries: list[TokenLogprobs], tokenizer: Any, offset: in
 
 
 def token_text(tokenizer: Any, token_id: int) -> str:
-    """A token for people; its number where the model has no tokenizer."""
-    return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
+    """A token by a text of its own: bytes that are no character are written as numbers, as OpenAI does."""
+    if tokenizer is None:
+        return f"token_id:{token_id}"
+    text: str = tokenizer.token_text(token_id)
+    if "\ufffd" in text and tokenizer.is_byte_level:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.token_bytes(token_id))
+    return text
 
 
 class GenerateWriter:
