@@ -151,9 +151,8 @@ class Service:
         """
         count = len(prompts) * n
         if count > self.config.max_choices:
-            raise bad(
-                f"{len(prompts)} prompts x n={n} are {count} answers; at most {self.config.max_choices}, try n=1", "n"
-            )
+            most = self.config.max_choices
+            raise bad(f"{len(prompts)} prompts x n={n} are {count} answers and max_choices={most}; try n=1", "n")
         engine = self.engine
         self._admit(count)
         reply = Reply(self.bridge, engine, name, whole)
