@@ -120,6 +120,11 @@ class Server(uvicorn.Server):
         else:
             self._home.call_soon_threadsafe(self.begin_to_drain)
 
+    def stop(self) -> None:
+        """Drain and stop; from any thread."""
+        if self._home is not None:
+            self._tell_home(lambda _: self.begin_to_drain(), None)
+
     def begin_to_drain(self) -> None:
         """Take no more requests and stop when the last one has ended; call it in the event loop."""
         if self._draining is None:

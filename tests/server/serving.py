@@ -44,8 +44,7 @@ class Served:
         return self.http.post(path, json=body)
 
     def drain(self) -> None:
-        assert self.server._home is not None
-        self.server._home.call_soon_threadsafe(self.server.begin_to_drain)
+        self.server.stop()
 
     def blocks_used(self) -> int:
         return self.engine.stats().kv_blocks_used

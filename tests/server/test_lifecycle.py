@@ -19,11 +19,14 @@ from tests.server.serving import Served, serving, wait_until
 
 LONG = {"prompt": "hello", "max_tokens": 120, "temperature": 0, "ignore_eos": True}
 JSON = "Content-Type: application/json"
+SMALL = 4096  # bytes of a socket's buffer: the sender soon has to wait
 
 
 def raw(served: Served, path: str, body: dict[str, Any]) -> socket.socket:
     """A request on a bare socket, sent and not read."""
-    connection = socket.create_connection(("127.0.0.1", served.server.port))
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL)
+    connection.connect(("127.0.0.1", served.server.port))
     data = json.dumps(body).encode()
     connection.sendall(
         f"POST {path} HTTP/1.1\r\nHost: x\r\n{JSON}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
@@ -69,7 +72,7 @@ def test_a_caller_who_leaves_frees_its_blocks_without_another_step(server: Serve
 def test_a_full_queue_is_429_with_a_measured_time_and_then_has_room(folder: Path) -> None:
     with serving(folder, options={"max_num_seqs": 1}, max_queue=1) as served:
         assert served.post("/v1/completions", **LONG).status_code == 200
-        with Paused(served.engine), ThreadPoolExecutor(2) as pool:
+        with ThreadPoolExecutor(2) as pool, Paused(served.engine):
             waiting = [pool.submit(served.post, "/v1/completions", **LONG) for _ in range(2)]
             wait_until(lambda: served.server.service.num_live == 2)
             refused = served.post("/v1/completions", **LONG)
@@ -161,7 +164,7 @@ def test_what_outlasts_the_drain_is_ended_and_told(folder: Path) -> None:
 
 
 def test_a_reader_who_does_not_read_is_cut_off_and_holds_no_blocks(folder: Path) -> None:
-    """A socket takes a few hundred KiB; log probabilities of 20 alternatives fill that in a few hundred tokens."""
+    """Log probabilities of 20 alternatives are some 1.5 KB a token, so 2000 tokens fill the buffers of both sides."""
     options = {"max_model_len": 256, "max_num_seqs": 8}
     body = LONG | {"max_tokens": 250, "stream": True, "logprobs": 20, "n": 8}
     with serving(folder, options=options, max_stream_backlog=16) as served:
