@@ -1,8 +1,8 @@
 """A client that costs almost nothing: many streams over plain sockets, in a process of its own.
 
 `python -m strata_lab.bench.http_client` reads plans as JSON from its input, line by line, and answers each with what
-it measured. It knows HTTP only as far as this server speaks it, counts tokens by the usage in the stream and never parses
-pieces, so that what it takes from the processors is not mistaken for the server's.
+it measured. It knows HTTP only as far as this server speaks it, takes the number of tokens from the stream's usage and
+never parses pieces, so that what it takes from the processors is not mistaken for the server's.
 """
 
 from __future__ import annotations
