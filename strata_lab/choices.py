@@ -20,6 +20,11 @@ def choice_params(params: SamplingParams) -> SamplingParams:
     return replace(params, logprobs=0) if ranked else params
 
 
+def choice_ids(request_id: str, count: int) -> list[str]:
+    """Names of the requests of one prompt's texts."""
+    return [request_id, *(f"{request_id}-{index}" for index in range(1, count))]
+
+
 def other_choices(first: Request) -> list[Request]:
     """The requests beside the first one; text i is what a request of `child_seed(seed, i)` would give."""
     params = first.params
@@ -28,7 +33,7 @@ def other_choices(first: Request) -> list[Request]:
     params = replace(params, prompt_logprobs=None)  # the first one's are everybody's
     return [
         Request(
-            request_id=f"{first.request_id}-{index}",
+            request_id=name,
             prompt_token_ids=first.prompt_token_ids,
             params=params,
             seed=child_seed(first.seed, index),
@@ -39,7 +44,7 @@ def other_choices(first: Request) -> list[Request]:
             grammar=first.grammar,
             prompt_embeds=first.prompt_embeds,
         )
-        for index in range(1, params.num_choices)
+        for index, name in enumerate(choice_ids(first.request_id, params.num_choices)[1:], 1)
     ]
 
 

@@ -92,7 +92,7 @@ class LLMEngine(SwapsOps):
             preemption=parts.preemption,
         )
         self._loop = EngineLoop(parts, scheduler, self.model_config, self.events)
-        self._intake = Intake(self.tokenizer, self.model_config)
+        self.intake = Intake(self.tokenizer, self.model_config)
         _open_engines.add(self)
 
     # -- what it is ---------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class LLMEngine(SwapsOps):
         if prompt is None:
             embeds = checked(prompt_embeds, self.model_config.hidden_size, self.device)
             prompt = placeholder_ids(len(embeds))
-        session = self._intake.session(prompt, params or SamplingParams(), request_id, priority, embeds)
+        session = self.intake.session(prompt, params or SamplingParams(), request_id, priority, embeds)
         self._loop.add(session)
         return session.request.request_id
 
@@ -191,7 +191,7 @@ class LLMEngine(SwapsOps):
     ) -> Session:
         """As `add_request`, with events that go to `inbox`, for who reads many at once. Call `forget` in the end."""
         self.start()
-        session = self._intake.session(prompt, params, request_id, priority, inbox=inbox)
+        session = self.intake.session(prompt, params, request_id, priority, inbox=inbox)
         self._loop.add(session)
         return session
 
@@ -227,8 +227,8 @@ class LLMEngine(SwapsOps):
         """
         self.start()
         sessions = [
-            self._intake.session(prompt, params, None, 0)
-            for prompt, params in self._intake.pair(prompts, sampling_params)
+            self.intake.session(prompt, params, None, 0)
+            for prompt, params in self.intake.pair(prompts, sampling_params)
         ]
         try:
             for session in sessions:

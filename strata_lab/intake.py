@@ -84,6 +84,11 @@ class Intake:
             Session(other, text, self._detokenizer(other), params, first, inbox)
         return first
 
+    def compile(self, params: SamplingParams) -> None:
+        """Compile the structure that `params` ask for, so that a later `session` finds it ready."""
+        if params.structured_outputs is not None:
+            self._grammars.compiled(params.structured_outputs)
+
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         if self.tokenizer is None:
             return None

@@ -138,7 +138,7 @@ def test_the_call_of_the_source_articles_works_as_written() -> None:
 
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
 def test_an_alias_is_its_field_and_cannot_be_given_beside_it(alias: str, name: str) -> None:
-    value = "int8" if alias == "quantization" else 64
+    value = {"bool": False, "choice": "int8"}.get(next(t.kind for t in toggles() if t.name == name), 64)
     assert getattr(engine_config(**{alias: value}).optimizations, name) == value
     with pytest.raises(ConfigError, match=f"{alias} and {name} are the same setting; give only {name}"):
         engine_config(**{alias: value, name: value})

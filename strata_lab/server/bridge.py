@@ -12,7 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from strata_lab.choices import choice_ids
 from strata_lab.events import TokenEvent
+from strata_lab.request import RequestOutput
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.session import Session
 
@@ -164,7 +166,8 @@ class Reply:
         whole: the reader wants nothing before the end, so it is woken only then.
 
     Attributes:
-        sessions: one per answer, in order.
+        firsts: the first session of each prompt, in order.
+        sessions: one per text, in order of prompts; with `best_of` more than there are answers.
         unread: events that nobody has taken.
         overrun: ended because the reader was too slow.
         closed: nobody reads any more.
@@ -173,6 +176,7 @@ class Reply:
     def __init__(self, bridge: Bridge, engine: Engine, name: str, whole: bool) -> None:
         self._bridge, self._engine, self._whole = bridge, engine, whole
         self.name = name
+        self.firsts: list[Session] = []
         self.sessions: list[Session] = []
         self.unread: Events = []
         self.overrun = self.closed = False
@@ -180,17 +184,27 @@ class Reply:
         self._waiter: asyncio.Future[None] | None = None
 
     def add(self, prompt: Sequence[int], params: SamplingParams, priority: int) -> None:
-        """Queue one more answer. Raises `RequestError`; what was added before is then still there until `close`."""
-        number = len(self.sessions)
-        request_id = f"{self.name}-{number}"
-        self._bridge.route(request_id, self, number)
+        """Queue the texts of one more prompt.
+
+        Raises `RequestError`; what was added before is then still there until `close`.
+        """
+        request_id, number = f"{self.name}-{len(self.firsts)}", len(self.sessions)
+        names = choice_ids(request_id, params.num_choices)
+        for i, name in enumerate(names):
+            self._bridge.route(name, self, number + i)
         try:
             session = self._engine.follow(prompt, params, self._bridge, request_id=request_id, priority=priority)
         except BaseException:
-            self._bridge.unroute(request_id)
+            for name in names:
+                self._bridge.unroute(name)
             raise
-        self.sessions.append(session)
-        self._open += 1
+        self.firsts.append(session)
+        self.sessions += session.group
+        self._open += len(session.group)
+
+    def outputs(self) -> list[RequestOutput]:
+        """The answers so far, in order of prompts; with `best_of`, the best ones."""
+        return [output for first in self.firsts for output in first.output().outputs]
 
     @property
     def finished(self) -> bool:
@@ -221,7 +235,7 @@ class Reply:
 
     def abort(self) -> None:
         """End what still runs; the reader gets the ends."""
-        for session in self.sessions:
+        for session in self.firsts:
             self._engine.abort(session.request.request_id)
 
     def close(self) -> None:
@@ -231,5 +245,6 @@ class Reply:
         self.closed = True
         for session in self.sessions:
             self._bridge.unroute(session.request.request_id)
+        for session in self.firsts:
             self._engine.forget(session.request.request_id)
         self.wake()

@@ -9,7 +9,17 @@ import orjson
 from strata_lab.request import TokenLogprobs
 from strata_lab.server.bridge import Events, Reply
 from strata_lab.server.tools import Call, CallFinder
-from strata_lab.server.writers import DONE, NULL, Envelope, Piece, ending_error, gathered, token_text, usage
+from strata_lab.server.writers import (
+    DONE,
+    NULL,
+    Envelope,
+    Piece,
+    ending_error,
+    gathered,
+    prompt_logprobs,
+    token_text,
+    usage,
+)
 
 ROLE = b'{"role":"assistant","content":""}'
 
@@ -73,27 +83,28 @@ class ChatWriter:
         """See `Writer`."""
         if not self._envelope.usage_wanted:
             return DONE
-        last = self._envelope.as_dict() | {"choices": [], "usage": usage(self._reply, 1)}
+        last = self._envelope.as_dict() | {"choices": [], "usage": usage(self._reply)}
         return b"data: " + orjson.dumps(last) + b"\n\n" + DONE
 
     def whole(self) -> bytes:
         """See `Writer`."""
         choices = []
-        for number, session in enumerate(self._reply.sessions):
-            output = session.output()
+        for number, output in enumerate(self._reply.outputs()):
             message: dict[str, Any] = {"role": "assistant", "content": output.text}
             calls: list[Call] = []
             if self._finders:
                 finder = self._finders[number]
-                text = finder.push(output.text)[0] + finder.finish()[0]
+                text = finder.push(output.text)[0]
+                text += finder.finish()[0]
                 calls = finder.calls
                 message["content"] = text if text or not calls else None
             if calls:
                 message["tool_calls"] = [call.as_dict() for call in calls]
             table = chat_logprobs(list(output.logprobs), self._tokenizer) if output.logprobs else None
             reason = finish_reason(output.finish_reason or "", calls)
-            choices.append({"index": number, "message": message, "logprobs": table, "finish_reason": reason})
-        return orjson.dumps(self._envelope.as_dict() | {"choices": choices, "usage": usage(self._reply, 1)})
+            choice = {"index": number, "message": message, "logprobs": table, "finish_reason": reason}
+            choices.append(choice | prompt_logprobs(output, self._tokenizer))
+        return orjson.dumps(self._envelope.as_dict() | {"choices": choices, "usage": usage(self._reply)})
 
 
 def finish_reason(reason: str, calls: list[Call]) -> str:

@@ -21,7 +21,11 @@ _PLAIN = {
     float: float, int: int, bool: bool, float | None: float, int | None: int,
     tuple[str, ...]: list[str] | str, tuple[int, ...]: list[int],
 }  # fmt: skip
-_SHAPED = {"logprobs", "max_tokens", "n", "best_of"}  # they have a name or a type of their own in OpenAI's bodies
+# Those with a name or a type of their own in OpenAI's bodies; `translate` maps them one by one.
+SHAPED = {"logprobs", "max_tokens", "best_of", "logit_bias", "structured_outputs"}
+GUIDED = {  # vLLM's older names for `structured_outputs`
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
+}  # fmt: skip
 # OpenAI's fields that have no meaning here: accepted, since its clients send them, and named in the answer.
 INERT = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -39,7 +43,7 @@ def _sampling_fields() -> dict[str, Any]:
     made: dict[str, Any] = {}
     for f in dataclasses.fields(SamplingParams):
         kind = _PLAIN.get(hints[f.name])
-        if kind is not None and f.name not in _SHAPED:
+        if kind is not None and f.name not in SHAPED | {"n"}:
             made[f.name] = (kind | None, Field(None, description=docs[f.name]))
     return made
 
@@ -54,6 +58,11 @@ class _Generating(Strict):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
         None, description="Higher goes first, under scheduling_policy=priority (vLLM counts the other way round)."
     )
+    structured_outputs: StructuredFields | None = Field(None, description="What shape the text must have.")
+    guided_json: dict[str, Any] | str | None = Field(None, description="structured_outputs.json by its older name.")
+    guided_regex: str | None = Field(None, description="structured_outputs.regex by its older name.")
+    guided_choice: list[str] | None = Field(None, description="structured_outputs.choice by its older name.")
+    guided_grammar: str | None = Field(None, description="structured_outputs.grammar by its older name.")
     user: str | None = Field(None, description="No effect; named in the answer's warnings.")
     metadata: dict[str, str] | None = Field(None, description="No effect; named in the answer's warnings.")
     store: bool | None = Field(None, description="No effect; named in the answer's warnings.")
@@ -61,6 +70,16 @@ class _Generating(Strict):
     safety_identifier: str | None = Field(None, description="No effect; named in the answer's warnings.")
     prompt_cache_key: str | None = Field(None, description="No effect; named in the answer's warnings.")
     prompt_cache_retention: str | None = Field(None, description="No effect; named in the answer's warnings.")
+
+
+class StructuredFields(Strict):
+    """What shape the text must have: exactly one of these."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
+    json_object: bool | None = Field(None, description="Any JSON object.")
+    regex: str | None = Field(None, description="The text is a full match.")
+    choice: list[str] | None = Field(None, description="The text is one of these.")
+    grammar: str | None = Field(None, description="EBNF (GBNF of llama.cpp) that begins with the rule root.")
 
 
 class StreamOptions(Strict):
@@ -80,7 +99,7 @@ class CompletionRequest(Generating):
     prompt: str | list[str] | TokenIds | list[TokenIds] = Field(description="Text, token ids, or a list of either.")
     logprobs: int | None = Field(None, description="Alternatives per token whose log probabilities are returned.")
     echo: bool | None = Field(None, description="Begin the text with the prompt.")
-    best_of: int | None = Field(None, description="Only n itself.")
+    best_of: int | None = Field(None, description="Generate that many, return the n most likely per token.")
     suffix: str | None = Field(None, description="Not supported.")
     response_format: ResponseFormat | None = Field(None, description="Text, any JSON object, or JSON of a schema.")
 
@@ -211,7 +230,7 @@ for _model in (CompletionRequest, GenerateRequest, ChatRequest):
 
 BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest, GenerateRequest, ChatRequest, Message, Tool, FunctionDefinition, ToolChoice, ResponseFormat,
-    JsonSchema, StreamOptions, TokenizeRequest, DetokenizeRequest,
+    JsonSchema, StreamOptions, StructuredFields, TokenizeRequest, DetokenizeRequest,
 )  # fmt: skip
 
 

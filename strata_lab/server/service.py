@@ -15,7 +15,7 @@ from strata_lab.sampling_params import RequestError, SamplingParams
 from strata_lab.server.bridge import Bridge, Reply
 from strata_lab.server.errors import ApiError, bad, of_request_error
 from strata_lab.server.settings import ServerConfig
-from strata_lab.server.translate import retry_seconds, seeds
+from strata_lab.server.translate import retry_seconds
 
 State = Literal["loading", "ready", "draining", "failed"]
 INLINE_CHARACTERS = 4096  # shorter texts are tokenized in the event loop: about a millisecond
@@ -143,23 +143,22 @@ class Service:
             )
 
     def reply(
-        self, name: str, prompts: Sequence[list[int]], params: SamplingParams, n: int, priority: int, *, whole: bool
+        self, name: str, prompts: Sequence[list[int]], params: SamplingParams, priority: int, *, whole: bool
     ) -> Reply:
-        """Queue n answers for every prompt, all of them or none.
+        """Queue the texts of every prompt, all of them or none.
 
         Raises `ApiError`: 400 for a request that can never be served, 429 for one that cannot be taken now.
         """
-        count = len(prompts) * n
-        if count > self.config.max_choices:
-            most = self.config.max_choices
-            raise bad(f"{len(prompts)} prompts x n={n} are {count} answers and max_choices={most}; try n=1", "n")
+        each, most = params.num_choices, self.config.max_choices
+        count = len(prompts) * each
+        if count > most:
+            raise bad(f"{len(prompts)} prompts x {each} texts are {count}; at most max_choices={most}, try n=1", "n")
         engine = self.engine
         self._admit(count)
         reply = Reply(self.bridge, engine, name, whole)
         try:
             for prompt in prompts:
-                for each in seeds(params, n):
-                    reply.add(prompt, each, priority)
+                reply.add(prompt, params, priority)
         except RequestError as error:
             reply.close()
             raise of_request_error(error, self.retry_after_s()) from error
@@ -169,6 +168,14 @@ class Service:
                 raise self.unavailable() from None
             raise
         return reply
+
+    async def compile(self, params: SamplingParams) -> None:
+        """Compile the structure that is asked for, in a thread: a schema may take longer than a step."""
+        if params.structured_outputs is not None:
+            try:
+                await asyncio.to_thread(self.engine.intake.compile, params)
+            except RequestError as error:
+                raise bad(str(error), "structured_outputs") from error
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt."""

@@ -14,7 +14,6 @@ from typing import Any
 
 from strata_lab.server.errors import bad
 from strata_lab.server.protocol import ChatRequest, Tool, ToolChoice
-from strata_lab.server.translate import unsupported
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 INTRODUCTION = """You may call functions to answer. Their signatures are between <tools></tools>:
@@ -56,20 +55,40 @@ def offered(body: ChatRequest) -> list[Tool]:
         if choice not in (None, "none", "auto"):
             raise bad("tool_choice needs tools; give some, or leave it out", "tool_choice")
         return []
-    if isinstance(choice, ToolChoice):
-        if choice.function.name not in names:
-            near = ", ".join(names)
-            raise bad(f"tool_choice names {choice.function.name!r}, which is not in tools; try {near}", "tool_choice")
-        raise _cannot_force(f"a named function ({choice.function.name!r})")
-    if choice == "required":
-        raise _cannot_force("'required'")
+    if isinstance(choice, ToolChoice) and choice.function.name not in names:
+        near = ", ".join(names)
+        raise bad(f"tool_choice names {choice.function.name!r}, which is not in tools; try {near}", "tool_choice")
     return [] if choice == "none" else list(tools)
 
 
-def _cannot_force(what: str) -> Exception:
-    return unsupported(
-        f"tool_choice={what} is not supported, since nothing here can force a call; try 'auto'", "tool_choice"
-    )
+def is_forced(body: ChatRequest) -> bool:
+    """Whether the answer must be a call."""
+    return body.tool_choice == "required" or isinstance(body.tool_choice, ToolChoice)
+
+
+def forced_call(body: ChatRequest, tools: Sequence[Tool]) -> dict[str, Any] | None:
+    """JSON schema of the one call that must be made; None where the model is free."""
+    if not is_forced(body):
+        return None
+    wanted = body.tool_choice.function.name if isinstance(body.tool_choice, ToolChoice) else None
+    calls: list[dict[str, Any]] = []
+    shared: dict[str, dict[str, Any]] = {}
+    for tool in tools:
+        if wanted not in (None, tool.function.name):
+            continue
+        arguments = dict(tool.function.parameters or {"type": "object", "properties": {}})
+        for place in ("$defs", "definitions"):  # references begin at the root, so that is where they must lead
+            for name, definition in (arguments.pop(place, None) or {}).items():
+                if shared.setdefault(place, {}).setdefault(name, definition) != definition:
+                    raise bad(f"two tools define {name!r} in {place} differently; rename one", "tools")
+        fields = {"name": {"const": tool.function.name}, "arguments": arguments}
+        calls.append({"type": "object", "properties": fields, "required": list(fields)})
+    return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **shared}
+
+
+def finder_of(body: ChatRequest) -> CallFinder:
+    """What finds the calls in one answer."""
+    return ForcedCall() if is_forced(body) else CallFinder(body.parallel_tool_calls is False)
 
 
 def with_tools(
@@ -181,6 +200,23 @@ class CallFinder:
         """Line breaks around calls are part of the convention and not of the content."""
         text = "".join(pieces)
         return "" if self.calls and not text.strip() else text
+
+
+class ForcedCall(CallFinder):
+    """For an answer that is held to the shape of a call: all of it is the call, without marks."""
+
+    def push(self, text: str) -> tuple[str, list[Call]]:
+        """More of the call."""
+        self._held += text
+        return "", []
+
+    def finish(self) -> tuple[str, list[Call]]:
+        """The call; what was cut off before it was whole comes out as text."""
+        call = parse_call(self._held)
+        if call is None:
+            return self._held, []
+        self.calls.append(call)
+        return "", [call]
 
 
 def parse_call(text: str) -> Call | None:

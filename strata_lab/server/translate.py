@@ -8,27 +8,37 @@ from typing import Any
 
 from strata_lab.sampling_params import RequestError, SamplingParams
 from strata_lab.server.errors import ApiError, bad
-from strata_lab.server.protocol import INERT, ChatRequest, CompletionRequest, Generating
+from strata_lab.server.protocol import GUIDED, INERT, SHAPED, ChatRequest, CompletionRequest, Generating
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 _SAME_NAME = {f.name for f in dataclasses.fields(SamplingParams)} & set(Generating.model_fields)
 
 
 def sampling_params(
-    body: Any, *, max_tokens: int | None, logprobs: int | None, timeout_s: float | None
+    body: Any,
+    structure: dict[str, Any] | None,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    timeout_s: float | None,
 ) -> SamplingParams:
     """The engine's parameters.
 
     Args:
         body: a generating request.
+        structure: what `structure` gave.
         max_tokens, logprobs: as the endpoint names them; None leaves the engine's default.
         timeout_s: deadline where the body has none.
 
     Raises:
         RequestError: a value is out of range.
     """
-    given = {name: getattr(body, name) for name in _SAME_NAME if name not in ("max_tokens", "logit_bias", "n")}
-    given |= {"max_tokens": max_tokens, "logprobs": logprobs}
+    given = {name: getattr(body, name) for name in _SAME_NAME if name not in SHAPED}
+    given |= {"max_tokens": max_tokens, "logprobs": logprobs, "structured_outputs": structure}
+    if isinstance(body, CompletionRequest):
+        given["best_of"] = body.best_of
+        if body.echo and logprobs is not None:
+            given["prompt_logprobs"] = logprobs
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v is not None}
     if body.logit_bias:
         given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
@@ -43,24 +53,43 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
-def seeds(params: SamplingParams, n: int) -> list[SamplingParams]:
-    """Parameters of n answers to one prompt: a given seed counts up, so that the first answer is that of n=1."""
-    if params.seed is None or n == 1:
-        return [params] * n
-    return [dataclasses.replace(params, seed=(params.seed + i) % 2**63) for i in range(n)]
+def structure(body: Any, forced: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """What shape the text must have, under the names of `StructuredOutputs`; None for any.
+
+    Args:
+        body: a generating request.
+        forced: JSON schema of a tool call that must be made.
+
+    Raises:
+        ApiError: two of the fields that say so are given, or one says nothing.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    if forced is not None:
+        found["tool_choice"] = {"json": forced}
+    wish = getattr(body, "response_format", None)
+    if wish is not None and wish.type == "json_object":
+        found["response_format"] = {"json_object": True}
+    elif wish is not None and wish.type == "json_schema":
+        if wish.json_schema is None or wish.json_schema.schema_ is None:
+            example = '{"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}'
+            raise bad(f"response_format has no json_schema.schema; try {example}", "response_format")
+        found["response_format"] = {"json": wish.json_schema.schema_}
+    if body.structured_outputs is not None:
+        found["structured_outputs"] = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+    for field, kind in GUIDED.items():
+        if getattr(body, field) is not None:
+            found[field] = {kind: getattr(body, field)}
+    if len(found) > 1:
+        raise bad(f"{' and '.join(found)} each say what the text must be; give one of them", next(iter(found)))
+    return next(iter(found.values()), None)
 
 
 def check_stream_options(body: Any) -> None:
-    """`stream_options` without `stream` would be ignored, so it is refused."""
+    """`stream_options` without `stream` would be ignored, so it is refused; so is what no stream can carry."""
+    if body.stream and body.prompt_logprobs is not None:
+        raise unsupported("prompt_logprobs come with the whole answer; leave out stream", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise bad('stream_options needs "stream": true; leave it out', "stream_options")
-
-
-def check_response_format(body: ChatRequest | CompletionRequest) -> None:
-    """Refuse formats that nothing here enforces."""
-    wish = body.response_format
-    if wish is not None and wish.type != "text":
-        raise unsupported(f"response_format.type={wish.type!r} is not supported; try 'text'", "response_format")
 
 
 def unsupported(message: str, param: str) -> ApiError:
@@ -71,13 +100,15 @@ def unsupported(message: str, param: str) -> ApiError:
 def check_completion(body: CompletionRequest) -> None:
     """What of OpenAI's completions is not there."""
     check_stream_options(body)
-    check_response_format(body)
     if body.suffix:
         raise unsupported("suffix is not supported: no model here fills in the middle; leave it out", "suffix")
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise unsupported(f"best_of={body.best_of} must be n; leave it out, or best_of={body.n or 1}", "best_of")
-    if body.echo and body.logprobs is not None:
-        raise unsupported("echo with logprobs would need those of the prompt, which are not kept; drop one", "echo")
+    n = body.n or 1
+    if body.stream and (body.best_of or n) > n:
+        raise unsupported(
+            f"best_of={body.best_of} is known at the end only; leave out stream, or try best_of={n}", "best_of"
+        )
+    if body.stream and body.echo and body.logprobs is not None:
+        raise unsupported("echo with logprobs comes with the whole answer; leave out stream", "echo")
 
 
 def chat_logprobs(body: ChatRequest) -> int | None:

@@ -6,13 +6,14 @@ step that belong to one answer become one piece; counts of tokens are in `usage`
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import orjson
 
-from strata_lab.request import TokenLogprobs
+from strata_lab.request import RequestOutput, TokenLogprobs
 from strata_lab.server.bridge import Events, Reply
 from strata_lab.server.errors import ApiError
 from strata_lab.session import Session
@@ -78,11 +79,11 @@ def gathered(events: Events, sessions: list[Session]) -> dict[int, Piece]:
     return pieces
 
 
-def usage(reply: Reply, num_prompts: int) -> dict[str, Any]:
+def usage(reply: Reply) -> dict[str, Any]:
     """Numbers of tokens; a prompt counts once, however many answers it has."""
-    requests = [session.request for session in reply.sessions]
-    firsts = requests[:: max(1, len(requests) // max(1, num_prompts))]
-    prompt, output = sum(r.num_prompt_tokens for r in firsts), sum(r.num_output_tokens for r in requests)
+    firsts = [session.request for session in reply.firsts]
+    prompt = sum(request.num_prompt_tokens for request in firsts)
+    output = sum(session.request.num_output_tokens for session in reply.sessions)
     cached = sum(r.num_cached_tokens for r in firsts)
     return {
         "prompt_tokens": prompt,
@@ -144,14 +145,10 @@ class CompletionWriter:
         reply: whose answers.
         prompts: texts to begin with, by answer, for `echo`; None without.
         tokenizer: for the tokens of log probabilities.
-        num_prompts: of the request.
     """
 
-    def __init__(
-        self, envelope: Envelope, reply: Reply, prompts: list[str] | None, tokenizer: Any, num_prompts: int
-    ) -> None:
-        self._envelope, self._reply, self._prompts = envelope, reply, prompts
-        self._tokenizer, self._num_prompts = tokenizer, num_prompts
+    def __init__(self, envelope: Envelope, reply: Reply, prompts: list[str] | None, tokenizer: Any) -> None:
+        self._envelope, self._reply, self._prompts, self._tokenizer = envelope, reply, prompts, tokenizer
         self._head = b"data: " + orjson.dumps(envelope.as_dict())[:-1] + b',"choices":[{"index":'
         self._tail = b'}],"usage":null}\n\n' if envelope.usage_wanted else b"}]}\n\n"
         self._begun: set[int] = set()
@@ -185,22 +182,23 @@ class CompletionWriter:
         """See `Writer`."""
         if not self._envelope.usage_wanted:
             return DONE
-        last = self._envelope.as_dict() | {"choices": [], "usage": usage(self._reply, self._num_prompts)}
+        last = self._envelope.as_dict() | {"choices": [], "usage": usage(self._reply)}
         return b"data: " + orjson.dumps(last) + b"\n\n" + DONE
 
     def whole(self) -> bytes:
         """See `Writer`."""
         choices = []
-        for number, session in enumerate(self._reply.sessions):
-            output = session.output()
-            start = self._prompts[number] if self._prompts is not None else ""
-            table = completion_logprobs(list(output.logprobs), self._tokenizer, 0) if output.logprobs else None
-            choices.append(
-                {"index": number, "text": start + output.text, "logprobs": table, "finish_reason": output.finish_reason}
-            )
-        return orjson.dumps(
-            self._envelope.as_dict() | {"choices": choices, "usage": usage(self._reply, self._num_prompts)}
-        )
+        for number, output in enumerate(self._reply.outputs()):
+            start, entries = "", list(output.logprobs)
+            if self._prompts is not None:
+                start = self._prompts[number]
+                if entries:
+                    entries = echoed_logprobs(output) + entries
+            table = completion_logprobs(entries, self._tokenizer, 0) if entries else None
+            choice = {"index": number, "text": start + output.text, "logprobs": table}
+            choice |= {"finish_reason": output.finish_reason, **prompt_logprobs(output, self._tokenizer)}
+            choices.append(choice)
+        return orjson.dumps(self._envelope.as_dict() | {"choices": choices, "usage": usage(self._reply)})
 
 
 def completion_logprobs(entries: list[TokenLogprobs], tokenizer: Any, offset: int) -> dict[str, Any]:
@@ -212,10 +210,28 @@ def completion_logprobs(entries: list[TokenLogprobs], tokenizer: Any, offset: in
         offset += len(token)
     return {
         "tokens": tokens,
-        "token_logprobs": [e.logprob for e in entries],
+        "token_logprobs": [None if math.isnan(e.logprob) else e.logprob for e in entries],
         "top_logprobs": [{token_text(tokenizer, i): p for i, p in e.top.items()} or None for e in entries],
         "text_offset": offsets,
     }
+
+
+def echoed_logprobs(output: RequestOutput) -> list[TokenLogprobs]:
+    """Those of the prompt's tokens; the first one has none, which is written as nan."""
+    pairs = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+    return [entry or TokenLogprobs(token_id, math.nan, {}) for token_id, entry in pairs]
+
+
+def prompt_logprobs(output: RequestOutput, tokenizer: Any) -> dict[str, Any]:
+    """vLLM's shape: per token of the prompt, ids to log probabilities; nothing where none were asked for."""
+    if not output.prompt_logprobs:
+        return {}
+    listed: list[dict[str, Any] | None] = []
+    for entry in output.prompt_logprobs:
+        found = {} if entry is None else {entry.token_id: entry.logprob, **entry.top}
+        shown = {str(i): {"logprob": p, "decoded_token": token_text(tokenizer, i)} for i, p in found.items()}
+        listed.append(shown or None)
+    return {"prompt_logprobs": listed}
 
 
 def token_text(tokenizer: Any, token_id: int) -> str:
@@ -231,13 +247,19 @@ def token_text(tokenizer: Any, token_id: int) -> str:
 class GenerateWriter:
     """`/generate`: text, tokens and times of each answer, and nothing around them."""
 
-    def __init__(self, envelope: Envelope, reply: Reply) -> None:
-        self._envelope, self._reply = envelope, reply
+    def __init__(self, envelope: Envelope, reply: Reply, tokenizer: Any) -> None:
+        self._envelope, self._reply, self._tokenizer = envelope, reply, tokenizer
+        self._held: dict[int, Piece] = {}  # tokens whose text is not certain yet
 
     def piece(self, events: Events) -> bytes:
         """See `Writer`."""
         out = []
         for number, piece in gathered(events, self._reply.sessions).items():
+            if held := self._held.pop(number, None):
+                piece.token_ids, piece.logprobs = held.token_ids + piece.token_ids, held.logprobs + piece.logprobs
+            if not piece.text and piece.finish_reason is None and self._tokenizer is not None:
+                self._held[number] = piece
+                continue
             facts = {"index": number, "text": piece.text, "token_ids": piece.token_ids}
             if piece.logprobs:
                 facts["logprobs"] = [e.logprob for e in piece.logprobs]
@@ -252,18 +274,19 @@ class GenerateWriter:
 
     def whole(self) -> bytes:
         """See `Writer`."""
-        texts = [session.output().text for session in self._reply.sessions]
+        texts = [output.text for output in self._reply.outputs()]
         return orjson.dumps({"text": texts, "outputs": self._outputs(), **self._totals()})
 
     def _totals(self) -> dict[str, Any]:
         warnings = {"warnings": self._envelope.warnings} if self._envelope.warnings else {}
-        return {"model": self._envelope.model, "usage": usage(self._reply, 1), **warnings}
+        return {"model": self._envelope.model, "usage": usage(self._reply), **warnings}
 
     def _outputs(self) -> list[dict[str, Any]]:
         return [
             {
                 "text": o.text, "token_ids": list(o.token_ids), "finish_reason": o.finish_reason, "ttft_ms": o.ttft_ms,
                 "tpot_ms": o.tpot_ms, "e2e_ms": o.e2e_ms, "logprobs": [e.logprob for e in o.logprobs] or None,
+                **prompt_logprobs(o, self._tokenizer),
             }
-            for o in (session.output() for session in self._reply.sessions)
+            for o in self._reply.outputs()
         ]  # fmt: skip

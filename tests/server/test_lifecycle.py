@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -57,7 +58,7 @@ class Paused:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_caller_who_leaves_frees_its_blocks_without_another_step(server: Served, stream: bool) -> None:
-    connection = raw(server, "/v1/completions", LONG | {"stream": stream, "n": 2})
+    connection = raw(server, "/v1/completions", LONG | {"stream": stream, "n": 2, "temperature": 1})
     wait_until(lambda: server.blocks_used() > 0)
     with Paused(server.engine) as paused:  # no step ends from here on
         assert paused.inside.wait(30)
@@ -166,8 +167,10 @@ def test_what_outlasts_the_drain_is_ended_and_told(folder: Path) -> None:
 def test_a_reader_who_does_not_read_is_cut_off_and_holds_no_blocks(folder: Path) -> None:
     """Log probabilities of 20 alternatives are some 1.5 KB a token, so 2000 tokens fill the buffers of both sides."""
     options = {"max_model_len": 256, "max_num_seqs": 8}
-    body = LONG | {"max_tokens": 250, "stream": True, "logprobs": 20, "n": 8}
+    body = LONG | {"max_tokens": 250, "stream": True, "logprobs": 20, "n": 8, "temperature": 1}
     with serving(folder, options=options, max_stream_backlog=16) as served:
+        with socket.socket(fileno=os.dup(served.server.servers[0].sockets[0].fileno())) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)  # what it accepts has the same
         with raw(served, "/v1/completions", body):
             wait_until(lambda: served.server.service.bridge.num_overruns == 1)
             wait_until(lambda: served.blocks_used() == 0)

@@ -113,17 +113,17 @@ def test_a_template_with_tools_gets_them_and_arguments_as_objects() -> None:
     assert messages[3] == {"role": "tool", "content": "sunny", "tool_call_id": "c1"}
 
 
-def session(text: str) -> Any:
+def reply_of(text: str) -> Any:
     """An answer that has ended by itself."""
     request = SimpleNamespace(logprobs=[], num_prompt_tokens=1, num_output_tokens=2, num_cached_tokens=0)
-    return SimpleNamespace(
-        request=request, output=lambda: SimpleNamespace(text=text, logprobs=(), finish_reason="stop")
-    )
+    output = SimpleNamespace(text=text, logprobs=(), prompt_logprobs=(), finish_reason="stop")
+    sessions = [SimpleNamespace(request=request)]
+    return SimpleNamespace(sessions=sessions, firsts=sessions, outputs=lambda: [output])
 
 
 def test_calls_end_an_answer_and_arrive_whole_in_streams_and_documents() -> None:
     envelope = Envelope("id", "chat.completion", "m", 1, False, [])
-    reply: Any = SimpleNamespace(sessions=[session(f"Well. {CALL}")])
+    reply: Any = reply_of(f"Well. {CALL}")
     (choice,) = json.loads(ChatWriter(envelope, reply, None, [CallFinder()]).whole())["choices"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Well. "
     assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"city": "Rome <b>"}
