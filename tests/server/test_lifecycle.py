@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -162,6 +163,17 @@ def test_what_outlasts_the_drain_is_ended_and_told(folder: Path) -> None:
             assert whole.result().status_code == 503
             text = streamed.result().text
         assert '"finish_reason":"abort"' in text and '"code":"aborted"' in text
+
+
+def test_a_second_signal_ends_what_runs_and_stops_at_once(folder: Path) -> None:
+    with serving(folder, options={"max_num_seqs": 1}, drain_timeout_s=60) as served, ThreadPoolExecutor(1) as pool:
+        many = pool.submit(served.post, "/v1/completions", **LONG | {"prompt": ["a"] * 64})
+        wait_until(lambda: served.server.service.num_live == 64)
+        served.server.handle_exit(signal.SIGTERM, None)
+        wait_until(lambda: served.server.service.state == "draining")
+        served.server.handle_exit(signal.SIGTERM, None)
+        wait_until(lambda: served.server.service._engine.closed)
+        assert many.exception() is not None or many.result().status_code == 503
 
 
 def test_a_reader_who_does_not_read_is_cut_off_and_holds_no_blocks(folder: Path) -> None:
