@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from strata_lab.sampling_params import SamplingParams
+from strata_lab.server.protocol import ChatRequest, CompletionRequest, GenerateRequest
 from tests.checkpoints import write_checkpoint
 from tests.server.serving import Served, serving
 from tests.server.test_api import events
@@ -146,3 +151,28 @@ def test_generate_streams_no_empty_text_and_loses_no_token(server: Served) -> No
     assert [i for p in pieces for i in p["token_ids"]] == whole["token_ids"]
     assert "".join(p["text"] for p in pieces) == whole["text"]
     assert len(pieces) > 10
+
+
+DOCUMENTS = [Path(__file__).resolve().parents[2] / name for name in ("README.md", "docs/serving.md")]
+EXAMPLES = [
+    b for path in DOCUMENTS for b in re.findall(r"```bash\n(curl .*?)```", path.read_text(encoding="utf-8"), re.S)
+]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_examples_of_the_documents_work(roomy: Served, example: str) -> None:
+    command = example.replace("http://127.0.0.1:8000", roomy.url).replace("curl ", "curl --fail-with-body ", 1)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.rstrip().endswith("[DONE]" if "stream" in example else "}")
+
+
+def test_the_document_names_every_field_and_endpoint(server: Served) -> None:
+    text = DOCUMENTS[1].read_text(encoding="utf-8")
+    fields = {
+        f.alias or n for m in (CompletionRequest, ChatRequest, GenerateRequest) for n, f in m.model_fields.items()
+    }
+    assert len(EXAMPLES) == 5 and [name for name in fields if f"`{name}`" not in text] == []
+    paths = server.http.get("/openapi.json").json()["paths"]
+    assert [(p, m) for p, ms in paths.items() for m in ms if f"`{m.upper()} {p}`" not in text] == []
