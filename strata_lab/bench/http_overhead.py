@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +76,16 @@ def engine_alone(engine: Any, batch: int, tokens: int) -> float:
     return sum(len(o.token_ids) for o in outputs) / (time.perf_counter() - started)
 
 
-def over_http(engine: Any, server: Any, ask: Client, batch: int, tokens: int) -> float:
-    """The same over the server."""
+def over_http(engine: Any, server: Any, ask: Client, batch: int, tokens: int, costs_us: list[float]) -> float:
+    """The same over the server; its loop's processor time per token goes to `costs_us`."""
     engine.reset_prefix_cache()
+    used_s = server.cpu_s()
     found = ask.perform(
         host="127.0.0.1", port=server.port, health=False, bodies=bodies(prompts(engine, batch, 0), tokens)
     )
     assert found["tokens"] == [tokens] * batch, found["tokens"]
-    return sum(found["tokens"]) / found["seconds"]
+    costs_us.append((server.cpu_s() - used_s) * 1e6 / sum(found["tokens"]))
+    return float(sum(found["tokens"]) / found["seconds"])
 
 
 def measure(model: str, rounds: int, tokens: int, streams: int, batches: Sequence[int] = BATCHES) -> list[Record]:
@@ -95,14 +98,15 @@ def measure(model: str, rounds: int, tokens: int, streams: int, batches: Sequenc
         environment = Environment.now(engine.device.type)
         with served(engine) as server:
             for batch in batches:
+                costs_us: list[float] = []
                 variants = {
-                    "engine": lambda b=batch: engine_alone(engine, b, tokens),
-                    "http": lambda b=batch: over_http(engine, server, ask, b, tokens),
+                    "engine": partial(engine_alone, engine, batch, tokens),
+                    "http": partial(over_http, engine, server, ask, batch, tokens, costs_us),
                 }
                 for warm in variants.values():
                     warm()
                 found = interleave(variants, rounds)
-                records.append(_record(environment, engine, model, batch, tokens, found))
+                records.append(_record(environment, engine, model, batch, tokens, found, costs_us))
         engine.apply(max_num_seqs=streams)
         with served(engine) as server:
             records.append(_many(environment, engine, server, ask, model, streams))
@@ -110,7 +114,13 @@ def measure(model: str, rounds: int, tokens: int, streams: int, batches: Sequenc
 
 
 def _record(
-    environment: Environment, engine: Any, model: str, batch: int, tokens: int, found: dict[str, list[float]]
+    environment: Environment,
+    engine: Any,
+    model: str,
+    batch: int,
+    tokens: int,
+    found: dict[str, list[float]],
+    costs_us: list[float],
 ) -> Record:
     alone, http = (statistics.median(found[name]) for name in ("engine", "http"))
     shares = [b / a for a, b in zip(found["engine"], found["http"], strict=True)]
@@ -118,7 +128,12 @@ def _record(
         f"http_overhead/batch_{batch}",
         script=SCRIPT,
         conditions=_conditions(engine, model, batch, tokens),
-        metrics={"output_tok_s": http, "engine_tok_s": alone, "share_of_engine": statistics.median(shares)},
+        metrics={
+            "output_tok_s": http,
+            "engine_tok_s": alone,
+            "share_of_engine": statistics.median(shares),
+            "server_cpu_us_per_token": statistics.median(costs_us),
+        },
         spread=Spread.of(shares),
         note="streams over HTTP beside generate() of the same engine, by turns; the spread is of the pairs' shares; "
         "client and server on the same cores",

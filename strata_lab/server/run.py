@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -62,6 +63,15 @@ class Server(uvicorn.Server):
     def port(self) -> int:
         """The port that it listens on."""
         return int(self.servers[0].sockets[0].getsockname()[1])
+
+    def cpu_s(self) -> float:
+        """Processor seconds that the event loop's thread has used; asked from another thread while it serves."""
+        assert self._home is not None
+
+        async def used() -> float:
+            return time.thread_time()
+
+        return asyncio.run_coroutine_threadsafe(used(), self._home).result()
 
     async def serve(self, sockets: Any = None) -> None:
         """Run until told to stop; the engine is closed in the end."""
