@@ -189,8 +189,7 @@ class LLMEngine(SwapsOps):
     def follow(
         self, prompt: Prompt, params: SamplingParams, inbox: Inbox, *, request_id: str | None = None, priority: int = 0
     ) -> Session:
-        """As `add_request`, with events that go to `inbox`, for who reads many at once. Call `forget` in the end."""
-        self.start()
+        """As `add_request`, with events that go to `inbox`, for many at once; needs `start`, and `forget` in the end."""
         session = self.intake.session(prompt, params, request_id, priority, inbox=inbox)
         self._loop.add(session)
         return session
