@@ -189,7 +189,7 @@ class LLMEngine(SwapsOps):
     def follow(
         self, prompt: Prompt, params: SamplingParams, inbox: Inbox, *, request_id: str | None = None, priority: int = 0
     ) -> Session:
-        """As `add_request`, with events that go to `inbox`, for many at once; needs `start`, and `forget` in the end."""
+        """As `add_request`, with events that go to `inbox`, for many at once; needs `start`, `forget` in the end."""
         session = self.intake.session(prompt, params, request_id, priority, inbox=inbox)
         self._loop.add(session)
         return session
