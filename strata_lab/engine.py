@@ -1,7 +1,6 @@
 """LLMEngine: what people call. Loads a model, takes requests, streams tokens, changes settings while it runs.
 
-Work happens in `engine_loop.py`, objects are made in `build.py`; this file is the public face of both and holds no
-decode logic.
+Work happens in `engine_loop.py`, objects are made in `build.py`; this file is the face of both, without decode logic.
 """
 
 from __future__ import annotations
