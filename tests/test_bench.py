@@ -406,9 +406,9 @@ def test_every_switch_is_a_stage_and_crowds_come_last() -> None:
 
 
 def test_a_new_toggle_becomes_a_stage_by_existing(monkeypatch: pytest.MonkeyPatch) -> None:
-    new = SimpleNamespace(name="speculative", kind="choice", choices=("none", "ngram", "draft"))
+    new = SimpleNamespace(name="overlap", kind="choice", choices=("none", "some", "all"))
     monkeypatch.setattr(climb_plan, "toggles", lambda: (*toggles(), new))
-    assert [s.name for s in plan("cpu") if s.toggle == "speculative"] == ["speculative=ngram", "speculative=draft"]
+    assert [s.name for s in plan("cpu") if s.toggle == "overlap"] == ["overlap=some", "overlap=all"]
 
 
 def test_each_stage_is_measured_against_the_one_before_it(generous: None) -> None:
@@ -437,7 +437,7 @@ def test_a_stage_that_loses_is_shown_and_taken_back(generous: None) -> None:
     values = engine.optimizations.as_dict()
     assert values == Optimizations.none().as_dict() | {
         "cuda_graph": True, "fused_kernels": True, "weight_format": "int8", "kv_cache_dtype": "fp8",
-        "continuous_batching": True,
+        "continuous_batching": True, "speculative": "ngram",
     }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ SINGLE, SEVERAL = "single stream", "several streams"
 # here (and is not a number) follows by itself, so a new one appears by existing.
 ORDER: tuple[tuple[str, Any], ...] = (
     ("cuda_graph", True), ("fused_kernels", True), ("weight_format", "fp8"), ("weight_format", "int8"),
-    ("weight_format", "int4"), ("kv_cache_dtype", "fp8"),
+    ("weight_format", "int4"), ("kv_cache_dtype", "fp8"), ("speculative", "ngram"),
 )  # fmt: skip
 GPU_ONLY = {("weight_format", "fp8")}  # no CPU multiplies by 8-bit floats
 NEEDS_SEVERAL = {"pd_split", "continuous_batching", "scheduling_policy"}  # says nothing with one stream
@@ -34,8 +34,8 @@ MIN_TOKENS = 8  # of a run: fewer have no decode rate worth its name
 SLACK_TOKENS = 64  # room behind the longest request: steps that are queued ahead need blocks too
 TOKENS_PER_CHARACTER = 3  # at most: a character outside of the vocabulary is spelled in bytes
 
-# No step of a climb: what it is worth shows on a hot card, after minutes.
-NOT_A_STAGE = ("thermal_governor",)
+# No steps of a climb: what they are worth shows on a hot card, in a full pool, or not as speed.
+NOT_A_STAGE = ("thermal_governor", "preemption", "batch_invariant")
 
 
 @dataclass(frozen=True)

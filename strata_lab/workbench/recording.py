@@ -15,20 +15,16 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TextIO
+from typing import Any, TextIO, get_args
 
 from strata_lab.apply import Fallback
 from strata_lab.events import (
     Draft,
     Event,
     EventLog,
-    GovernorEvent,
-    HardwareEvent,
-    ProgressEvent,
     RequestView,
     SentEvent,
     SettingEvent,
-    SpeculationEvent,
     StateEvent,
     StepEvent,
     TokenEvent,
@@ -37,17 +33,7 @@ from strata_lab.request import RequestOutput
 from strata_lab.workbench.causes import Ceiling
 
 VERSION = 1
-_CLASSES = (
-    StepEvent,
-    SettingEvent,
-    ProgressEvent,
-    StateEvent,
-    HardwareEvent,
-    GovernorEvent,
-    SentEvent,
-    SpeculationEvent,
-)
-_KINDS: dict[str, Any] = {one.__name__: one for one in _CLASSES}
+_KINDS: dict[str, Any] = {one.__name__: one for one in get_args(Event)}
 _NESTED: dict[str, Any] = {"tokens": TokenEvent, "drafts": Draft, "requests": RequestView}
 
 
