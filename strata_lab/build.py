@@ -21,7 +21,6 @@ from strata_lab.admission import (
     SplitPrefill,
     StaticAdmission,
 )
-from strata_lab.apply import Fallback
 from strata_lab.block_manager import BlockManager
 from strata_lab.config import EngineConfig, Optimizations
 from strata_lab.device_sampling import GpuSampling
@@ -94,7 +93,7 @@ class Builder(Resolver):
         if current is not None and (weights is not current.weights or kv is not current.kv):
             self._runners = {}
         assert resolved.max_model_len is not None
-        runner = self._runner(resolved, weights, kv)
+        runner, basis = self._runner(resolved, weights, kv), self._basis(resolved)
         return Parts(
             optimizations=resolved,
             weights=weights,
@@ -104,9 +103,9 @@ class Builder(Resolver):
             prefill=self._prefill() if resolved.pd_split else MixedPrefill(),
             lane=self._lane(resolved, weights, kv) if resolved.pd_split else None,
             order=QUEUE_ORDERS[resolved.scheduling_policy](),
-            prefixes=self._prefixes(resolved.prefix_cache, current, weights, kv, self._basis(resolved)),
+            prefixes=self._prefixes(resolved.prefix_cache, current, weights, kv, basis),
             retention=self.retention(resolved),
-            basis=self._basis(resolved),
+            basis=basis,
             governor=self._governor(resolved.thermal_governor, resolved.max_num_seqs, current),
             preemption=self._preemption(host_blocks, current, weights),
             host_blocks=host_blocks,
@@ -131,8 +130,8 @@ class Builder(Resolver):
         )  # fmt: skip
         with torch.no_grad():
             made = load_weights(reader, get_family(self.model_config.architecture))
-        notes = [Fallback("checkpoint", note) for note in self.checkpoint.notes()]
-        self.fallbacks += [note for note in notes if note not in self.fallbacks]
+        for note in self.checkpoint.notes():
+            self.record("checkpoint", note)
         return made
 
     def _pack(self) -> Callable[[LinearWeight], LinearWeight]:
@@ -171,11 +170,8 @@ class Builder(Resolver):
         """The governor in force while policy and seats stay, else a new one."""
         if policy == "off":
             return NoGovernor()
-        if (
-            self.device.type == "cpu"
-            and (fallback := Fallback("thermal_governor", NO_CPU_SENSOR)) not in self.fallbacks
-        ):
-            self.fallbacks.append(fallback)
+        if self.device.type == "cpu":
+            self.record("thermal_governor", NO_CPU_SENSOR)
         now = None if current is None else current.governor
         if isinstance(now, Governor) and (now.policy, now.seats) == (policy, seats):
             return now
@@ -212,21 +208,28 @@ class Builder(Resolver):
 
     def _runner(self, resolved: Optimizations, weights: ModelWeights, kv: KVCache) -> Any:
         """The runner of a setting; kept, so that toggling back and forth captures nothing twice."""
-        kept = self.retention(resolved).setting
-        own = tuple(sorted(self.swapped.items(), key=lambda item: item[0]))
-        self._runners = {k: r for k, r in self._runners.items() if k[0] != "step" or k[-1] in ((), own)}
-        key = ("step", resolved.cuda_graph, resolved.fused_kernels, resolved.batch_invariant, kept, own)
+        own = self._own_ops()
+        self._runners = {k: r for k, r in self._runners.items() if k[0] == "draft model" or k[-1] in ((), own)}
+        key = ("step", *self._step_key(resolved))
         if key not in self._runners:
             eager = self._eager(resolved, weights, kv)
             reason = self.why_not_captured() if resolved.cuda_graph else ""
-            if reason and (fallback := Fallback("cuda_graph", reason)) not in self.fallbacks:
-                self.fallbacks.append(fallback)
+            if reason:
+                self.record("cuda_graph", reason)
             captured = resolved.cuda_graph and not reason
             make = self._captured_or_eager if own else self._captured
             self._runners[key] = make(eager) if captured else self._plain(eager)
         runner = self._runners[key]
         runner.max_model_len = resolved.max_model_len or 0
         return runner
+
+    def _own_ops(self) -> tuple[tuple[str, Guarded], ...]:
+        return tuple(sorted(self.swapped.items(), key=lambda item: item[0]))
+
+    def _step_key(self, resolved: Optimizations) -> tuple[Any, ...]:
+        """What tells steps over the same weights and pool apart; the swapped operators last."""
+        kept = self.retention(resolved).setting
+        return resolved.cuda_graph, resolved.fused_kernels, resolved.batch_invariant, kept, self._own_ops()
 
     def _plain(self, step: Any) -> Runner:
         return Runner(step, Sampler(), self.config.block_size, self.device)
@@ -240,8 +243,7 @@ class Builder(Resolver):
             return self._captured(eager)
         except RuntimeError as error:
             reason = f"a step with swapped {', '.join(self.swapped)} runs uncaptured: {str(error).splitlines()[0]}"
-            if (fallback := Fallback("cuda_graph", reason)) not in self.fallbacks:
-                self.fallbacks.append(fallback)
+            self.record("cuda_graph", reason)
             return self._plain(eager)
 
     def calls_per_step(self, op: str, parts: Parts) -> int:
@@ -277,7 +279,7 @@ class Builder(Resolver):
         """
         if resolved.speculative == "none":
             return NoSpeculation()
-        key = (resolved.speculative, resolved.num_draft_tokens, id(runner))
+        key = ("speculation", resolved.speculative, resolved.num_draft_tokens, *self._step_key(resolved))
         if key not in self._runners:
             self.progress("measuring what verification costs", 0.0)
             drafter = NgramDrafter() if resolved.speculative == "ngram" else self._draft_model(resolved)
@@ -305,7 +307,8 @@ class Builder(Resolver):
             vocab_size = builder.model_config.vocab_size
             check_vocabulary(name, vocab_size, mine, self.model_config.vocab_size, target)
             parts = builder.parts(builder.resolve(Optimizations()))
-            self.fallbacks += [f for f in builder.fallbacks if f not in self.fallbacks]
+            for fallback in builder.fallbacks:
+                self.record(fallback.feature, fallback.reason)
             step = _plain_runner(parts.runner).step
             self._runners[key] = model_drafter(step, parts.kv.num_blocks, size, self.device, name)
         return self._runners[key]

@@ -25,6 +25,15 @@ class Draft:
     kind: str = ""
     is_loop: bool = False
 
+    def count_into(self, drafted: list[int], accepted: list[int]) -> None:
+        """Add it to counts of verified and accepted drafts by place in the window, which grow as far as it reaches."""
+        missing = len(self.token_ids) - len(drafted)
+        drafted += [0] * missing
+        accepted += [0] * missing
+        for place in range(len(self.token_ids)):
+            drafted[place] += 1
+            accepted[place] += place < self.num_accepted
+
 
 @dataclass(frozen=True, slots=True)
 class SpeculationEvent:

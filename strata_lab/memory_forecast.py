@@ -9,6 +9,7 @@ from __future__ import annotations
 from strata_lab.model_config import ModelConfig
 
 GRAPH_BYTES = 512 << 20  # captures with their private pool, and libraries' handles
+CPU_POOL_BYTES = 1 << 30  # enough for 16 streams of 2,800 tokens on the default model; a laptop has other work to do
 LOGIT_COPIES = 3  # logits in float32, and what the host's sampler makes of them
 
 

@@ -17,7 +17,7 @@ from strata_lab.config import EngineConfig, Optimizations
 from strata_lab.kv_cache import KVCache, block_bytes
 from strata_lab.kv_retention import Retention, retention
 from strata_lab.layers.rotary import rotary_table
-from strata_lab.memory_forecast import workspace_nbytes
+from strata_lab.memory_forecast import CPU_POOL_BYTES, workspace_nbytes
 from strata_lab.models.loader import open_model
 from strata_lab.quant import engine_granularity
 from strata_lab.settings import ConfigError
@@ -31,7 +31,6 @@ POOL_FIELDS = ("kv_cache_dtype", "gpu_memory_utilization")  # a change of these 
 GIB = 1 << 30
 MAX_SWAP_BYTES = 4 * GIB  # what vLLM takes per GPU by default
 SWAP_SHARE = 0.1  # of the free main memory: it is pinned on a GPU machine, so nobody else can have it
-CPU_POOL_BYTES = 1 << 30  # enough for 16 streams of 2,800 tokens on the default model; a laptop has other work to do
 
 ProgressFn = Callable[[str, float], None]
 
@@ -69,6 +68,12 @@ class Resolver:
         self.ceilings = self._ceilings()
         self.rotary = rotary_table(self.model_config, self.model_config.max_position, self.device)
         self._planned_blocks: dict[Any, int] = {}  # what the latest `resolve` promised
+
+    def record(self, feature: str, reason: str) -> None:
+        """Note once that something runs otherwise than asked for."""
+        fallback = Fallback(feature, reason)
+        if fallback not in self.fallbacks:
+            self.fallbacks.append(fallback)
 
     def _ceilings(self) -> Ceilings | None:
         """The card's measured limits, while its memory is still free; from the cache folder after the first time."""
@@ -175,8 +180,8 @@ class Resolver:
                 )
         blocks = wanted // per_block
         reason = f"{wanted / GIB:.3g} GiB of swap space hold no block: preempted requests are computed again"
-        if not blocks and (fallback := Fallback("preemption", reason)) not in self.fallbacks:
-            self.fallbacks.append(fallback)
+        if not blocks:
+            self.record("preemption", reason)
         return blocks
 
     def _memory_budget(self, resolved: Optimizations, current: PoolInForce | None) -> int:
@@ -206,7 +211,7 @@ class Resolver:
         if self.device.type == "cuda":
             return DTYPES["bfloat16" if name == "auto" else name]
         if name not in ("auto", "float32"):
-            self.fallbacks.append(Fallback("dtype", f"activations are float32 on a CPU, not {name}"))
+            self.record("dtype", f"activations are float32 on a CPU, not {name}")
         return torch.float32
 
     def _backend(self) -> str:
@@ -214,13 +219,13 @@ class Resolver:
             return self._gpu_backend()
         reason = why_no_cpu_kernels(self.model_config, self.progress)
         if reason:
-            self.fallbacks.append(Fallback("cpu kernels", reason))
+            self.record("cpu kernels", reason)
         return "reference" if reason else "cpu"
 
     def _gpu_backend(self) -> str:
         reason = why_no_gpu_kernels(self.device)
         if reason:
-            self.fallbacks.append(Fallback("gpu kernels", reason))
+            self.record("gpu kernels", reason)
         return "reference" if reason else "triton"
 
     def why_invariant_anyway(self) -> str:

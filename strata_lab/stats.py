@@ -188,7 +188,8 @@ class StepAccounts:
             self.num_prompt_tokens += sum(map(_finished_prompt, batch.items))
         self.num_decodes += batch.num_decode_tokens
         for draft in drafts:
-            self._book_draft(draft)
+            draft.count_into(self.drafted, self.accepted)
+            self.num_loop_tokens += draft.num_accepted if draft.is_loop else 0
         self._recent.append((end, len(tokens)))
         self.output_tok_s(end)  # what has left the window is dropped now, not when somebody asks
         return StepEvent(
@@ -211,15 +212,6 @@ class StepAccounts:
             kv_bytes_moved=kv_bytes,
             drafts=drafts,
         )
-
-    def _book_draft(self, draft: Draft) -> None:
-        missing = len(draft.token_ids) - len(self.drafted)
-        self.drafted += [0] * missing
-        self.accepted += [0] * missing
-        for place in range(len(draft.token_ids)):
-            self.drafted[place] += 1
-            self.accepted[place] += place < draft.num_accepted
-        self.num_loop_tokens += draft.num_accepted if draft.is_loop else 0
 
     def book_end(self, request: Request) -> RequestEvent:
         """Count a request that has ended."""

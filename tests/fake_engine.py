@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from strata_lab.request import RequestOutput
 from strata_lab.sampling_params import RequestError, SamplingParams
 from strata_lab.settings import ConfigError
 
+PATIENCE_S = 10.0  # of tests that wait for other threads
 WORDS = ("the ", "sky ", "scatters ", "blue ", "light ", "<b>more</b> ", "than ", "red\n")
 
 
@@ -174,3 +176,11 @@ class FakeEngine:
                 self._stop.wait(0.005)
             else:
                 self._stop.wait(1 / self.steps_per_s * (1.0 if self.optimizations.as_dict()["cuda_graph"] else 2.0))
+
+
+def eventually(condition: Callable[[], Any], what: str = "") -> None:
+    """Wait for something that other threads bring about."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"did not happen: {what}"
+        time.sleep(0.01)

@@ -23,17 +23,7 @@ from strata_lab.workbench import Workbench, session
 from strata_lab.workbench.meter import RateMeter
 from strata_widgets._base import StrataWidget
 from strata_widgets.rate_chart import SAMPLE
-from tests.fake_engine import FakeEngine
-
-PATIENCE_S = 10.0
-
-
-def eventually(condition: Callable[[], Any], what: str = "") -> None:
-    """Wait for something that other threads bring about."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"did not happen: {what}"
-        time.sleep(0.01)
+from tests.fake_engine import PATIENCE_S, FakeEngine, eventually
 
 
 @pytest.fixture

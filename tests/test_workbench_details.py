@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +35,14 @@ from strata_lab.workbench.recording import Replay, decode, encode
 from strata_lab.workbench.sensors import Sensors
 from strata_widgets.block_map import CACHED, FIRST_OWNER, FREE, MAX_CELLS, SHARED, count_cells, pack_cells
 from strata_widgets.step_timeline import CAUSES, STEP, pack_steps
-from tests.fake_engine import FakeEngine
+from tests.fake_engine import PATIENCE_S, FakeEngine, eventually
 
-PATIENCE_S = 10.0
 STEP_EVENT = StepEvent(
     step=7, t_s=10.0, duration_ms=20.0, schedule_ms=1.0, forward_ms=15.0, sample_ms=2.0, commit_ms=1.0,
     num_prefill_tokens=0, num_decode_tokens=4, num_running=4, num_waiting=1, num_preempted=0, kv_blocks_used=3,
     kv_blocks_total=8, bytes_moved=100_000_000, tokens=(), kv_bytes_moved=20_000_000,
 )  # fmt: skip
 CEILING = Ceiling(20e9, "memory", "sum")
-
-
-def eventually(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -96,12 +96,7 @@ def quality(model: str, settings: Sequence[str], length: int) -> Iterator[Record
             metrics: dict[str, Any] = {}
             for name, tokens in texts.items():
                 found = compare(lambda t: known[tuple(t)], changed, [tokens])
-                metrics |= {
-                    f"{name}_tokens": found.tokens, f"{name}_reference": found.reference_perplexity,
-                    f"{name}_perplexity": found.perplexity,
-                    f"{name}_relative": found.perplexity / found.reference_perplexity - 1,
-                    f"{name}_kl": found.mean_kl, f"{name}_top1": found.top1_agreement,
-                }  # fmt: skip
+                metrics |= found.figures(name)
             sinks, window, *way = setting.split(":")
             conditions = {"model": model, "kv_sinks": int(sinks), "kv_window": int(window), "context": length,
                           "positions": "rotated" if way else "kept", "weights": "as stored, in float32"}  # fmt: skip

@@ -75,12 +75,7 @@ class Judge:
             logits = sequence_logits(changed)
             for name, sequences in self.texts.items():
                 found = compare(lambda s: self._known[tuple(s)], logits, sequences)
-                metrics |= {
-                    f"{name}_tokens": found.tokens, f"{name}_reference": found.reference_perplexity,
-                    f"{name}_perplexity": found.perplexity,
-                    f"{name}_relative": found.perplexity / found.reference_perplexity - 1,
-                    f"{name}_kl": found.mean_kl, f"{name}_top1": found.top1_agreement,
-                }  # fmt: skip
+                metrics |= found.figures(name)
         return metrics
 
 

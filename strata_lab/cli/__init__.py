@@ -21,7 +21,7 @@ from strata_lab.cli import bench, checkpoints, gauges
 from strata_lab.cli.answers import answer
 from strata_lab.cli.options import config_flags, given, parse_toggle, sampling_flags, toggle_flags, with_flags
 from strata_lab.cli.serve import serve
-from strata_lab.cli.terminal import AsJson, bar, fail, plain_errors, print_checks, show
+from strata_lab.cli.terminal import AsJson, bar, fail, plain_errors, print_checks, publish
 from strata_lab.config import DEFAULT_MODEL, engine_config, toggles
 from strata_lab.sampling_params import RequestError, SamplingParams
 from strata_lab.settings import ConfigError
@@ -232,22 +232,13 @@ def climb(
     if target.suffix != ".json":
         raise ConfigError(f"results={str(target)!r} must end in .json; try {target.with_suffix('.json')}")
     from strata_lab.bench import climb as climbing
-    from strata_lab.bench.climb_report import html_page, text_table
-    from strata_lab.bench.harness import write_results
+    from strata_lab.bench import climb_report
 
     sizes = {"tokens": tokens, "prompt_tokens": prompt_tokens, "streams": streams, "rounds": rounds}
     chosen: dict[str, Any] = sizes | given({"workload": workload, "scale": scale, "cold": cold_starts})
     with bar() as progress:
         records = climbing.climb(model, progress=progress, **chosen, **given(options))
-    data = [r.as_dict() for r in records]
-    path = write_results(target.stem, records, target.parent)
-    html.parent.mkdir(parents=True, exist_ok=True)
-    html.write_text(html_page(data), encoding="utf-8")
-    if as_json:
-        typer.echo(json.dumps(data, ensure_ascii=False))
-    else:
-        show(text_table(data))
-    typer.echo(f"page: {html}\nrecords: {path}", err=True)
+    publish(records, html, target, climb_report, as_json)
 
 
 @app.command()

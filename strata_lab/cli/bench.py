@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import typer
 
 from strata_lab.cli.options import config_flags, given, parse_toggle, toggle_flags, with_flags
-from strata_lab.cli.terminal import AsJson, bar, plain_errors, show
+from strata_lab.cli.terminal import AsJson, bar, plain_errors, publish, show
 from strata_lab.config import DEFAULT_MODEL, engine_config
 from strata_lab.settings import ConfigError
 
@@ -71,9 +71,8 @@ def bench(
         raise ConfigError("peer measures a server as it runs; --cold-starts, --versus and toggles are for an engine")
     change = dict(_change(word) for word in versus or ())
     engine_config(model, **given(options))
-    from strata_lab.bench import serving
-    from strata_lab.bench.harness import Environment, write_results
-    from strata_lab.bench.serving_report import html_page, text_table
+    from strata_lab.bench import serving, serving_report
+    from strata_lab.bench.harness import Environment
 
     if any(swept):
         cells = serving.sweep(
@@ -102,14 +101,7 @@ def bench(
             stack.close()  # the first engine makes room
             again = _again(model, text, given(options), progress)
             records.append(serving.cold_starts(again, cells[0], cold_starts, environment))
-    data = [r.as_dict() for r in records]
-    path = write_results(html.stem, records, html.parent)
-    html.write_text(html_page(data), encoding="utf-8")
-    if as_json:
-        typer.echo(json.dumps(data, ensure_ascii=False))
-    else:
-        show(text_table(data))
-    typer.echo(f"page: {html}\nrecords: {path}", err=True)
+    publish(records, html, html.with_suffix(".json"), serving_report, as_json)
 
 
 def _change(word: str) -> tuple[str, Any]:

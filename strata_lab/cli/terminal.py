@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -72,6 +74,24 @@ def show(renderable: Any) -> None:
     with console.capture() as captured:
         console.print(renderable)
     typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def publish(records: list[Any], html: Path, results: Path, report: Any, as_json: bool) -> None:
+    """Records of a benchmark as a page, a results file, and a table or JSON on standard output.
+
+    `report`: a module with `html_page` and `text_table`, such as `bench/climb_report.py`.
+    """
+    from strata_lab.bench.harness import write_results
+
+    data = [r.as_dict() for r in records]
+    path = write_results(results.stem, records, results.parent)
+    html.parent.mkdir(parents=True, exist_ok=True)
+    html.write_text(report.html_page(data), encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(data, ensure_ascii=False))
+    else:
+        show(report.text_table(data))
+    typer.echo(f"page: {html}\nrecords: {path}", err=True)
 
 
 def print_checks(checks: list[Any]) -> None:

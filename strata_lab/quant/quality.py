@@ -33,6 +33,17 @@ class Comparison:
     mean_kl: float
     top1_agreement: float
 
+    def figures(self, name: str) -> dict[str, float]:
+        """What a results file says of it, under `name`; "relative" is how much larger the perplexity is."""
+        return {
+            f"{name}_tokens": self.tokens,
+            f"{name}_reference": self.reference_perplexity,
+            f"{name}_perplexity": self.perplexity,
+            f"{name}_relative": self.perplexity / self.reference_perplexity - 1,
+            f"{name}_kl": self.mean_kl,
+            f"{name}_top1": self.top1_agreement,
+        }
+
 
 def perplexity(logits: Logits, sequences: Sequence[Sequence[int]]) -> float:
     """exp of the mean negative log probability of each token given those before it in its sequence.

@@ -92,7 +92,8 @@ class Bridge:
                 continue
             reply, number = route
             if event.finish_reason is not None:
-                self._end(event.request_id)
+                self._ended_s.append(time.monotonic())
+                self.unroute(event.request_id)
             if reply.accept(number, event):
                 touched[reply] = None
         for reply in touched:
@@ -113,11 +114,6 @@ class Bridge:
         del self._routes[request_id]
         self._tell_idle()
         return True
-
-    def _end(self, request_id: str) -> None:
-        del self._routes[request_id]
-        self._ended_s.append(time.monotonic())
-        self._tell_idle()
 
     def _tell_idle(self) -> None:
         if not self._routes:

@@ -10,10 +10,11 @@ from strata_lab.request import TokenLogprobs
 from strata_lab.server.bridge import Events, Reply
 from strata_lab.server.tools import Call, CallFinder
 from strata_lab.server.writers import (
-    DONE,
     NULL,
     Envelope,
     Piece,
+    around_piece,
+    end_of_stream,
     ending_error,
     gathered,
     prompt_logprobs,
@@ -36,8 +37,7 @@ class ChatWriter:
 
     def __init__(self, envelope: Envelope, reply: Reply, tokenizer: Any, finders: list[CallFinder]) -> None:
         self._envelope, self._reply, self._tokenizer, self._finders = envelope, reply, tokenizer, finders
-        self._head = b"data: " + orjson.dumps(envelope.as_dict())[:-1] + b',"choices":[{"index":'
-        self._tail = b'}],"usage":null}\n\n' if envelope.usage_wanted else b"}]}\n\n"
+        self._head, self._tail = around_piece(envelope)
         self._begun: set[int] = set()
 
     def piece(self, events: Events) -> bytes:
@@ -81,10 +81,7 @@ class ChatWriter:
 
     def end(self) -> bytes:
         """See `Writer`."""
-        if not self._envelope.usage_wanted:
-            return DONE
-        last = self._envelope.as_dict() | {"choices": [], "usage": usage(self._reply)}
-        return b"data: " + orjson.dumps(last) + b"\n\n" + DONE
+        return end_of_stream(self._envelope, self._reply)
 
     def whole(self) -> bytes:
         """See `Writer`."""

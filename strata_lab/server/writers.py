@@ -51,6 +51,12 @@ class Envelope:
         return shared | ({"warnings": self.warnings} if self.warnings else {})
 
 
+def around_piece(envelope: Envelope) -> tuple[bytes, bytes]:
+    """What comes before the number of an answer in a piece of a stream, and what comes behind the answer."""
+    head = b"data: " + orjson.dumps(envelope.as_dict())[:-1] + b',"choices":[{"index":'
+    return head, b'}],"usage":null}\n\n' if envelope.usage_wanted else b"}]}\n\n"
+
+
 @dataclass
 class Piece:
     """New text of one answer: the events of one wake-up put together."""
@@ -91,6 +97,14 @@ def usage(reply: Reply) -> dict[str, Any]:
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def end_of_stream(envelope: Envelope, reply: Reply) -> bytes:
+    """The last lines of a stream, with the numbers of tokens where they are wanted."""
+    if not envelope.usage_wanted:
+        return DONE
+    last = envelope.as_dict() | {"choices": [], "usage": usage(reply)}
+    return b"data: " + orjson.dumps(last) + b"\n\n" + DONE
 
 
 def failure(reply: Reply) -> ApiError | None:
@@ -149,8 +163,7 @@ class CompletionWriter:
 
     def __init__(self, envelope: Envelope, reply: Reply, prompts: list[str] | None, tokenizer: Any) -> None:
         self._envelope, self._reply, self._prompts, self._tokenizer = envelope, reply, prompts, tokenizer
-        self._head = b"data: " + orjson.dumps(envelope.as_dict())[:-1] + b',"choices":[{"index":'
-        self._tail = b'}],"usage":null}\n\n' if envelope.usage_wanted else b"}]}\n\n"
+        self._head, self._tail = around_piece(envelope)
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
 
@@ -180,10 +193,7 @@ class CompletionWriter:
 
     def end(self) -> bytes:
         """See `Writer`."""
-        if not self._envelope.usage_wanted:
-            return DONE
-        last = self._envelope.as_dict() | {"choices": [], "usage": usage(self._reply)}
-        return b"data: " + orjson.dumps(last) + b"\n\n" + DONE
+        return end_of_stream(self._envelope, self._reply)
 
     def whole(self) -> bytes:
         """See `Writer`."""

@@ -91,12 +91,7 @@ def speculation_chart(events: Iterable[Event], last: int = 200) -> SpeculationCh
                 num_windows += 1
                 num_tokens += len(generated)
         for window in event.drafts:
-            missing = len(window.token_ids) - len(drafted)
-            drafted += [0] * missing
-            accepted += [0] * missing
-            for place in range(len(window.token_ids)):
-                drafted[place] += 1
-                accepted[place] += place < window.num_accepted
+            window.count_into(drafted, accepted)
     return SpeculationChart(
         lanes={name: tuple(windows[-last:]) for name, windows in lanes.items()},
         drafted_by_position=tuple(drafted),

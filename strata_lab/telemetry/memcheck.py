@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from strata_lab.memory_forecast import (
+    CPU_POOL_BYTES,
     GRAPH_BYTES,
     activation_nbytes,
     conversion_nbytes,
@@ -20,9 +21,8 @@ from strata_lab.memory_forecast import (
 )
 from strata_lab.model_config import ModelConfig
 from strata_lab.quant import engine_granularity
-from strata_lab.telemetry.roofline import KV_BYTES, forecast
+from strata_lab.telemetry.roofline import KV_BYTES, forecast, kv_bytes_per_token
 
-CPU_POOL_BYTES = 1 << 30  # the same bound as `resolve.py`'s; a test compares
 CONTEXT_BYTES = 600 << 20  # a CUDA context, before the first allocation: an allowance, no measurement of every driver
 NARROWER = ("fp8", "int8", "int4")
 SHORTEST = 2048  # tokens: a request limit below this is no help to most people
@@ -66,8 +66,7 @@ class Plan:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
-        c = self.config
-        return 2 * c.num_layers * c.num_kv_heads * c.head_dim * KV_BYTES[self.kv_cache_dtype] * self.block_size
+        return kv_bytes_per_token(self.config, self.kv_cache_dtype) * self.block_size
 
     @property
     def length(self) -> int:

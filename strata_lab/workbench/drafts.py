@@ -41,12 +41,7 @@ class DraftsDetail:
             self._rounds[draft.request_id] = rounds  # the latest request is last
             if len(self._rounds) > MAX_LANES:
                 del self._rounds[next(iter(self._rounds))]
-            missing = len(draft.token_ids) - len(self._drafted)
-            self._drafted += [0] * missing
-            self._accepted += [0] * missing
-            for place in range(len(draft.token_ids)):
-                self._drafted[place] += 1
-                self._accepted[place] += place < draft.num_accepted
+            draft.count_into(self._drafted, self._accepted)
 
     def push(self, context: Context, now_s: float) -> None:
         """Send what is new."""

@@ -16,7 +16,7 @@ export function prepare(canvas, height) {
 }
 
 /** Call `mark` when the canvas changes its size or the page its theme; returns what stops that. */
-export function follow(canvas, mark) {
+function follow(canvas, mark) {
   const sized = new ResizeObserver(mark);
   sized.observe(canvas);
   const themed = new MutationObserver(mark);
@@ -24,6 +24,16 @@ export function follow(canvas, mark) {
   return () => {
     sized.disconnect();
     themed.disconnect();
+  };
+}
+
+/** Draw again as `follow` says; the cleanup of a view that is `wired` to its model and paints with `paint`. */
+export function keepDrawing(canvas, wired, paint) {
+  const unfollow = follow(canvas, paint.mark);
+  return () => {
+    wired.off();
+    paint.stop();
+    unfollow();
   };
 }
 

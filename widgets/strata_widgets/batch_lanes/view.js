@@ -23,7 +23,7 @@ export function widths({ prompt, output, computed }, longest) {
 
 function lane() {
   const title = h("span", { class: "title" });
-  const swatch = h("span", { class: "swatch", "aria-hidden": true });
+  const swatch = h("span", { class: "s-swatch", "aria-hidden": true });
   const state = h("span", { class: "state" });
   const parts = ["done", "todo", "output"].map((name) => h("span", { class: `part ${name}` }));
   const bar = h("span", { class: "bar", "aria-hidden": true }, ...parts);

@@ -1,6 +1,6 @@
 /** The KV pool on a canvas: one square per block, coloured by the request that holds it. */
 import { h, painter, quiet, setText, wire } from "../_shared.js";
-import { cursor, follow, prepare } from "../_canvas.js";
+import { cursor, keepDrawing, prepare } from "../_canvas.js";
 
 const [FREE, CACHED, SHARED, FIRST_OWNER] = [0, 1, 2, 3];
 const SIZES = [14, 12, 10, 8, 7, 6, 5, 4, 3]; // pixels of a cell, the largest that fits is taken
@@ -50,7 +50,7 @@ function drawCells(canvas, { cells, owners, chosen }) {
 }
 
 function kind({ key, label, count, tip }) {
-  const words = [h("span", { class: `swatch ${key}`, "aria-hidden": true }), `${label} `, h("b", {}, String(count))];
+  const words = [h("span", { class: `s-swatch ${key}`, "aria-hidden": true }), `${label} `, h("b", {}, String(count))];
   return h("li", { class: "s-tipped", tabindex: 0 }, ...words, h("div", { class: "s-tip", role: "tooltip" }, tip));
 }
 
@@ -58,7 +58,7 @@ function render({ model, el }) {
   el.classList.add("strata", "strata-block-map");
   const canvas = h("canvas", { ...quiet, role: "slider", tabindex: 0, "aria-label": "Blocks of the KV pool" });
   const line = h("p", { class: "s-readout", "aria-live": "off" });
-  const legend = h("ul", { class: "kinds", "aria-label": "Blocks by kind" });
+  const legend = h("ul", { class: "s-facts", "aria-label": "Blocks by kind" });
   el.append(h("h3", { class: "s-heading" }, "KV blocks"), legend, h("figure", {}, canvas, h("figcaption", {}, line)));
   let cells = [];
   const grid = () => layout(cells.length, canvas.clientWidth || 1);
@@ -94,13 +94,8 @@ function render({ model, el }) {
   const wired = wire(model);
   wired.on("change:cells", reload);
   for (const key of ["per_cell", "block_size", "owners", "kinds"]) wired.on(`change:${key}`, paint.mark);
-  const unfollow = follow(canvas, paint.mark);
   reload();
-  return () => {
-    wired.off();
-    paint.stop();
-    unfollow();
-  };
+  return keepDrawing(canvas, wired, paint);
 }
 
 export default { render };

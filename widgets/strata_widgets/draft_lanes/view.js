@@ -20,7 +20,7 @@ function chips({ accepted, rejected }) {
 }
 
 function laneRow({ title, color, rounds }) {
-  const swatch = h("span", { class: "swatch", "aria-hidden": true });
+  const swatch = h("span", { class: "s-swatch", "aria-hidden": true });
   swatch.style.setProperty("background", `var(--s-r${color})`);
   return h("li", { class: "lane" }, swatch, h("span", { class: "title" }, title), h("span", { class: "rounds" }, ...rounds.map(chips)));
 }

@@ -1,6 +1,6 @@
 /** A scatter of speed and loss on a canvas; points that nothing beats are full and joined by a line. */
 import { h, painter, quiet, setText, wire } from "../_shared.js";
-import { cursor, follow, prepare, scale, stroke } from "../_canvas.js";
+import { cursor, keepDrawing, prepare, scale, stroke } from "../_canvas.js";
 
 const HEIGHT = 210;
 const PAD = { left: 52, right: 90, top: 26, bottom: 34 };
@@ -86,13 +86,8 @@ function render({ model, el }) {
   });
   const wired = wire(model);
   for (const key of ["points", "x_label", "y_label", "note"]) wired.on(`change:${key}`, paint.mark);
-  const unfollow = follow(canvas, paint.mark);
   paint.mark();
-  return () => {
-    wired.off();
-    paint.stop();
-    unfollow();
-  };
+  return keepDrawing(canvas, wired, paint);
 }
 
 export default { render };

@@ -1,6 +1,6 @@
 /** Speed of the last minute on a canvas: total solid, per stream dashed, a marker at every change of a setting. */
 import { h, painter, quiet, rate, setText, wire } from "../_shared.js";
-import { follow, prepare, scale, stroke } from "../_canvas.js";
+import { keepDrawing, prepare, scale, stroke } from "../_canvas.js";
 import { SPAN_S, decode, effect, join, nearest, pieces, placeLabels, timeAxis } from "./series.js";
 
 const HEIGHT = 206;
@@ -174,14 +174,9 @@ function render({ model, el }) {
     for (const buffer of buffers ?? []) samples = join(samples, decode(buffer));
     paint.mark();
   });
-  const unfollow = follow(canvas, paint.mark);
   retile();
   reload();
-  return () => {
-    wired.off();
-    paint.stop();
-    unfollow();
-  };
+  return keepDrawing(canvas, wired, paint);
 }
 
 export default { render };

@@ -1,6 +1,6 @@
 /** One stacked bar per step on a canvas, and beside it the mean of each cause as a list that can be read aloud. */
 import { h, painter, quiet, setText, wire } from "../_shared.js";
-import { cursor, follow, prepare, scale, stroke } from "../_canvas.js";
+import { cursor, keepDrawing, prepare, scale, stroke } from "../_canvas.js";
 import { ceilingOf, decodeSteps, joinSteps, means, millis } from "./steps.js";
 
 const HEIGHT = 190;
@@ -58,7 +58,7 @@ function drawSteps(canvas, { steps, causes, chosen }) {
 }
 
 function causeRow({ key, label, tip }) {
-  const swatch = h("span", { class: "swatch", "aria-hidden": true });
+  const swatch = h("span", { class: "s-swatch", "aria-hidden": true });
   swatch.style.setProperty("background", `var(--s-c-${key})`);
   const ms = h("span", { class: "ms" });
   const share = h("span", { class: "share" });
@@ -126,14 +126,9 @@ function render({ model, el }) {
     for (const buffer of buffers ?? []) steps = joinSteps(steps, decodeSteps(buffer, model.get("causes").length));
     paint.mark();
   });
-  const unfollow = follow(canvas, paint.mark);
   relabel();
   reload();
-  return () => {
-    wired.off();
-    paint.stop();
-    unfollow();
-  };
+  return keepDrawing(canvas, wired, paint);
 }
 
 export default { render };

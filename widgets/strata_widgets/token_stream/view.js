@@ -61,7 +61,7 @@ function highlight(text, parts, marked) {
 }
 
 function largeLane() {
-  const swatch = h("span", { class: "swatch", "aria-hidden": true });
+  const swatch = h("span", { class: "s-swatch", "aria-hidden": true });
   const title = h("h3", { class: "s-heading" });
   const status = h("span", { class: "status" });
   const prompt = h("p", { class: "prompt" });
@@ -98,7 +98,7 @@ function smallLane(choose) {
   const title = h("span", { class: "title" });
   const tail = h("span", { class: "tail" });
   const status = h("span", { class: "status" });
-  const swatch = h("span", { class: "swatch", "aria-hidden": true });
+  const swatch = h("span", { class: "s-swatch", "aria-hidden": true });
   const node = h("button", { ...quiet, type: "button", class: "small" }, swatch, title, h("span", { class: "clip" }, tail), status);
   let id = null;
   node.addEventListener("click", () => choose(id));
