@@ -44,7 +44,7 @@ def test_the_table_of_cards_is_the_documented_one_with_a_source_each() -> None:
 
 def test_the_share_that_reads_is_the_measured_one() -> None:
     records = json.loads((DOCS / "results" / "evidence_gpu.json").read_text())
-    best = max(r["metrics"]["read_bandwidth_tb_s"] for r in records)
+    best = max(r["metrics"].get("read_bandwidth_tb_s", 0.0) for r in records)
     assert abs(best / 4.8 - READ_SHARE) < 0.001
 
 

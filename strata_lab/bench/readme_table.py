@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from strata_lab.bench.climb_report import split
-from strata_lab.config import toggles
+from strata_lab.config import WEIGHT_FORMATS, toggles
 from strata_lab.explain import explain
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -93,24 +93,66 @@ def caption(record: Rec) -> str:
 
 
 def gpu_table(records: Sequence[Rec]) -> str:
-    """Markdown: decode on a GPU, through the public API, by model, format and batch."""
-    heads = ("model", "weights", "streams", "tok/s in total", "slowest to fastest", "tok/s per stream")
-    lines = ["| " + " | ".join([*heads, "% of bare replay", "% of roofline"]) + " |", "|---|---|" + "---:|" * 6]
-    for r in records:
-        c, m = r["conditions"], r["metrics"]
-        if "output_tok_s" in m:
-            figures = f"{m['output_tok_s']:.0f} | {spread(r)} | {m['tok_s_per_stream']:.0f}"
-            lines.append(
-                f"| {c['model']} | {c['weight_format']} | {c['batch']} | {figures} | {m['share_of_raw']:.0%} | "
-                f"{m['mbu']:.0%} |"
-            )
-    context = records[0]["conditions"]
+    """Markdown: decode on a GPU by model, format, streams and context, then first tokens and memory."""
+    decode = [r for r in records if r["name"] == "decode"]
+    contexts = sorted({r["conditions"]["context"] for r in decode})
+    rows: dict[tuple[str, str, int], dict[int, Rec]] = {}
+    for r in sorted(decode, key=_by_format):
+        c = r["conditions"]
+        rows.setdefault((c["model"], c["weight_format"], c["batch"]), {})[c["context"]] = r
+    heads = ["model", "weights", "streams", f"tok/s in total at {contexts[0]}", "slowest to fastest", "per stream"]
+    heads += ["% of bare replay", "% of roofline", *(f"tok/s (% of roofline) at {c}" for c in contexts[1:])]
+    lines = ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 2)]
+    for (model, weights, batch), cells in rows.items():
+        r = cells[contexts[0]]
+        m = r["metrics"]
+        line = (
+            f"| {model} | {weights} | {batch} | {m['output_tok_s']:.0f} | {spread(r)} | {m['tok_s_per_stream']:.0f} | "
+        )
+        line += f"{m['share_of_raw']:.0%} | {m['mbu']:.0%} |"
+        lines.append(line + "".join(f" {_decoded(cells.get(c))} |" for c in contexts[1:]))
     note = (
-        f"Random weights of the reference geometries, {context['context']} tokens of context, "
-        f"{context['kv_cache_dtype']} cache, every stream a text of its own. Bare replay is the captured step without "
-        "any host in between, over a random cache; its rows route to more different experts than those of a text."
+        "Random weights of the reference geometries, "
+        f"{decode[0]['conditions']['kv_cache_dtype']} cache, every stream a text of its own, streams all at once. "
+        "Bare replay is the captured step without any host in between, over a random cache, whose rows route to more "
+        "different experts than those of a text; in italics bare replays, where prompts of that length were "
+        "too many."
     )
-    return "\n".join([note, "", *lines, "", caption(records[0])])
+    return "\n".join([note, "", *lines, "", _first_tokens(records), "", caption(records[0])])
+
+
+def _by_format(record: Rec) -> tuple[str, int]:
+    return record["conditions"]["model"], WEIGHT_FORMATS.index(record["conditions"]["weight_format"])
+
+
+def _decoded(record: Rec | None) -> str:
+    if record is None:
+        return ""
+    m = record["metrics"]
+    if "output_tok_s" in m:
+        return f"{m['output_tok_s']:.0f} ({m['mbu']:.0%})"
+    return f"*{m['raw_tok_s']:.0f} ({m['mbu_raw']:.0%})*"
+
+
+def _first_tokens(records: Sequence[Rec]) -> str:
+    """Time to first token of one request alone, and the memory that the card gave at most."""
+    peak: dict[tuple[str, str], float] = {}
+    for r in records:
+        c = r["conditions"]
+        key = (c["model"], c["weight_format"])
+        peak[key] = max(peak.get(key, 0.0), r["metrics"].get("peak_memory_gb", 0.0))
+    first = sorted((r for r in records if r["name"] == "ttft"), key=_by_format)
+    lengths = [k.removeprefix("ttft_ms_") for k in first[0]["metrics"]]
+    lines = [
+        "| model | weights | " + " | ".join(f"first token after {n}, ms" for n in lengths) + " | peak memory, GiB |"
+    ]
+    lines.append("|---|---|" + "---:|" * (len(lengths) + 1))
+    for r in first:
+        c, m = r["conditions"], r["metrics"]
+        figures = " | ".join(f"{m[f'ttft_ms_{n}']:.0f}" for n in lengths)
+        memory = peak[(c["model"], c["weight_format"])]
+        lines.append(f"| {c['model']} | {c['weight_format']} | {figures} | {memory:.0f} |")
+    return "\n".join(lines)
 
 
 def quality_table(records: Sequence[Rec]) -> str:
