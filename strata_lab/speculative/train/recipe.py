@@ -1,0 +1,226 @@
+"""All of it, one phase after the other: texts, vocabulary, training, folder.
+
+What has been made lies beside the new folder until that is finished (`.NAME.training`): the texts that the target wrote
+and the state of the training. `resume` goes on from there.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from strata_lab.config import DEFAULT_MODEL
+from strata_lab.models.loader import open_model
+from strata_lab.settings import ConfigError
+from strata_lab.speculative.traffic import Text, TrafficFile, read_texts
+from strata_lab.speculative.train.export import write_draft
+from strata_lab.speculative.train.making import make_texts
+from strata_lab.speculative.train.measure import Acceptance, HeldOut
+from strata_lab.speculative.train.network import Teacher, first_draft, read_target
+from strata_lab.speculative.train.prompts import own_texts, prompts, read_seeds
+from strata_lab.speculative.train.texts import split
+from strata_lab.speculative.train.training import Course, Progress, Schedule, Training
+from strata_lab.speculative.train.vocabulary import coverage, most_used
+from strata_lab.telemetry import hardware
+
+TRAFFIC_SUFFIX = ".jsonl"
+STREAMS = {"cpu": 16, "cuda": 128}  # requests at the same time: what the steps are fastest with
+BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
+PROMPT_TOKENS = 256  # room for a prompt
+KV_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to train, on what.
+
+    Attributes:
+        target: the model to guess for: a known name, a .gguf file or a model folder.
+        data: files: recorded traffic (.jsonl) to learn from, texts (UTF-8) whose pieces the target continues.
+        layers: of the draft.
+        vocab: tokens that it can say, a multiple of 16.
+        make_tokens: tokens that the target writes to learn from, beside recorded traffic; 0 makes none.
+        make_seconds: seconds that it may take for them.
+        output_tokens: of a text that it writes, at most.
+        streams: texts that it writes at the same time; 0 takes what suits the device.
+        steps, seconds: of training, whichever is over first.
+        batch_tokens: places that a step learns from; 0 takes what suits the device.
+        learning_rate: at its highest.
+        weights: number format in which the draft is stored.
+        device: "auto", "cpu" or "cuda".
+        seed: of prompts, draws and order.
+    """
+
+    target: str = DEFAULT_MODEL
+    data: tuple[Path, ...] = ()
+    layers: int = 2
+    vocab: int = 8192
+    make_tokens: int = 1_000_000
+    make_seconds: float = 3600.0
+    output_tokens: int = 256
+    streams: int = 0
+    steps: int = 2000
+    seconds: float = 3600.0
+    batch_tokens: int = 0
+    learning_rate: float = 1e-3
+    weights: str = "int8"
+    device: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least, example in (("make_tokens", 0, 100_000), ("output_tokens", 1, 256), ("streams", 0, 16)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}; try {example}")
+        if not self.make_seconds > 0:
+            raise ConfigError(f"make_seconds={self.make_seconds} must be above 0; try 600")
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where to compute; `ConfigError` for a device that is not here."""
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ConfigError(f"device={self.device!r} must be one of auto, cpu, cuda; try 'auto'")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device='cuda': torch sees no CUDA device; try device='cpu'")
+        return torch.device("cuda" if self.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+    @property
+    def schedule(self) -> Schedule:
+        """Of the training."""
+        return Schedule(
+            steps=self.steps, seconds=self.seconds, learning_rate=self.learning_rate, seed=self.seed,
+            batch_tokens=self.batch_tokens or BATCH_TOKENS[self.torch_device.type],
+            most_tokens=PROMPT_TOKENS + self.output_tokens,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of it.
+
+    Attributes:
+        folder: give it as `draft_model`.
+        nbytes: of its tensors.
+        before, after: acceptance on texts that it has not learned from, untrained and trained.
+        course: of the training.
+    """
+
+    folder: Path
+    nbytes: int
+    before: Acceptance
+    after: Acceptance
+    course: Course
+
+
+def train_draft(recipe: Recipe, out: Path, *, resume: bool = False, progress: Progress) -> Trained:
+    """Train a draft and write it to the new folder `out`.
+
+    Args:
+        recipe: what to train.
+        out: must not exist; its parent must.
+        resume: go on with an interrupted call of the same recipe.
+        progress: called with what is being done and the fraction done of it.
+
+    Raises:
+        ConfigError: a setting, a file or the folder is wrong; CheckpointError: the target cannot be read.
+    """
+    work = _work_folder(out, resume)
+    schedule, device = recipe.schedule, recipe.torch_device
+    texts = gather(recipe, work / f"texts{TRAFFIC_SUFFIX}", progress)
+    checkpoint = open_model(recipe.target)
+    try:
+        config = checkpoint.config
+        learned, held = split(texts, schedule.most_tokens)
+        ends = [i for i in (*config.eos_token_ids, *_ends(checkpoint.tokenizer())) if i < config.vocab_size]
+        to_target = most_used(learned, recipe.vocab, config.vocab_size, ends)
+        progress("reading the target", 0.0)
+        network = read_target(checkpoint, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        teacher = Teacher(network, to_target.to(device))
+        draft = first_draft(network, recipe.layers, to_target)
+        progress("asking the target about the texts kept for measuring", 0.0)
+        held_out = HeldOut(teacher, held, schedule.most_tokens, device)
+        training = Training(teacher, draft, learned, held_out, schedule, work / "state.pt")
+        course = training.run(progress)
+        before, after = course.measured[0][1], course.measured[-1][1]
+        facts = _facts(recipe, learned, coverage(held, to_target), course)
+        nbytes = write_draft(out, draft, to_target, checkpoint, recipe.weights, facts)
+    finally:
+        checkpoint.close()
+    shutil.rmtree(work)
+    return Trained(out, nbytes, before, after, course)
+
+
+def gather(recipe: Recipe, made: Path, progress: Progress) -> list[Text]:
+    """The texts to learn from: recorded ones, and those that the target writes into `made`, as far as they are missing."""
+    recorded = [path for path in recipe.data if path.suffix == TRAFFIC_SUFFIX]
+    checkpoint = open_model(recipe.target)
+    vocab_size = checkpoint.config.vocab_size
+    checkpoint.close()
+    texts = [text for path in recorded for text in read_texts(path, vocab_size)]
+    written = list(read_texts(made, vocab_size)) if made.is_file() else []
+    missing = recipe.make_tokens - sum(len(text.output) for text in written)
+    if missing > 0:
+        write_texts(recipe, made, missing, recipe.seed + len(written), progress)
+        written = list(read_texts(made, vocab_size))
+    return texts + written
+
+
+def write_texts(recipe: Recipe, path: Path, tokens: int, seed: int, progress: Progress) -> None:
+    """Have the target write `tokens` into a file, behind what is there."""
+    from strata_lab.engine import LLMEngine
+
+    streams = recipe.streams or STREAMS[recipe.torch_device.type]
+    longest = PROMPT_TOKENS + recipe.output_tokens
+    options: dict[str, Any] = {
+        "device": recipe.torch_device.type, "max_num_seqs": streams, "block_size": KV_BLOCK,
+        "num_kv_blocks": streams * -(-longest // KV_BLOCK), "seed": recipe.seed,
+    }  # fmt: skip
+    with LLMEngine(recipe.target, on_progress=progress, **options) as engine:
+        tokenizer, limit = engine.tokenizer, engine.optimizations.max_model_len
+        own = own_texts([p for p in recipe.data if p.suffix != TRAFFIC_SUFFIX], tokenizer)
+        chats = tokenizer is not None and tokenizer.chat_template is not None
+        asked = prompts(seed, read_seeds(), chats=chats, own=own, tokenizer=tokenizer)
+        output = min(recipe.output_tokens, limit // 2 if limit else recipe.output_tokens)
+        target = TrafficFile(path)
+        try:
+            make_texts(
+                engine, asked, target, tokens=tokens, seconds=recipe.make_seconds, output_tokens=output, seed=seed,
+                progress=progress,
+            )  # fmt: skip
+        finally:
+            target.close()
+
+
+def _work_folder(out: Path, resume: bool) -> Path:
+    if out.exists():
+        raise ConfigError(f"{out} exists already; give another name, or remove it first")
+    if not out.parent.is_dir():
+        raise ConfigError(f"the folder {out.parent} does not exist; make it first")
+    work = out.parent / f".{out.name}.training"
+    if work.exists() and not resume:
+        raise ConfigError(f"{work} is left of an interrupted training; go on with resume, or remove it")
+    work.mkdir(exist_ok=True)
+    return work
+
+
+def _ends(tokenizer: Any) -> tuple[int, ...]:
+    return () if tokenizer is None else tuple(tokenizer.eos_token_ids)
+
+
+def _facts(recipe: Recipe, learned: list[Text], covered: float, course: Course) -> dict[str, Any]:
+    """What the card says."""
+    shown = asdict(recipe) | {"data": [path.name for path in recipe.data], "target": Path(recipe.target).name}
+    return {
+        "recipe": shown, "texts": len(learned), "tokens": sum(len(text.output) for text in learned),
+        "greedy": sum(text.temperature == 0 for text in learned) / len(learned), "coverage": covered,
+        "steps": course.step, "places": course.tokens, "seconds": course.seconds, "loss": course.loss,
+        "hardware": _hardware(recipe.torch_device),
+        "before": course.measured[0][1].as_dict(), "after": course.measured[-1][1].as_dict(),
+    }  # fmt: skip
+
+
+def _hardware(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else hardware.cpu_info().name
