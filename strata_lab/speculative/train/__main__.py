@@ -26,6 +26,7 @@ class Lines:
         self._last = float("-inf")
 
     def __call__(self, task: str, fraction: float) -> None:
+        """A line, unless there was one just now."""
         now = time.monotonic()
         if now - self._last >= SECONDS_BETWEEN_LINES:
             self._last = now

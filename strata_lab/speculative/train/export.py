@@ -93,20 +93,21 @@ def card(target: str, draft: Network, facts: Mapping[str, Any]) -> str:
     return (
         f"""# A draft for {target}
 
-Guesses what {target} says next, for `speculative="draft"`. It is no model of its own: it reads the target's embedding and
-knows {c.vocab_size:,} of its tokens. Texts are the target's, whatever it guesses.
+Guesses what {target} says next, for `speculative="draft"`. It is no model of its own: it reads the target's embedding
+and knows {c.vocab_size:,} of its tokens. Texts are the target's, whatever it guesses.
 
 - Shape: {c.num_layers} layers of width {c.hidden_size} ({c.architecture}), a head over {c.vocab_size:,} tokens.
-- Learned from: {facts["tokens"]:,} tokens in {facts["texts"]:,} texts that {target} wrote ({facts["greedy"]:.0%} of them
-  greedily), by distilling its probabilities; the vocabulary covers {facts["coverage"]:.2%} of the tokens of other texts.
-- Training: {facts["steps"]:,} steps, {facts["places"]:,} places, {facts["seconds"]:.0f} s on {facts["hardware"]}, last loss
-  {facts["loss"]:.3f} nats.
+- Learned from: {facts["tokens"]:,} tokens in {facts["texts"]:,} texts that {target} wrote
+  ({facts["greedy"]:.0%} of them greedily), by distilling its probabilities; the vocabulary covers
+  {facts["coverage"]:.2%} of the tokens of other texts.
+- Training: {facts["steps"]:,} steps, {facts["places"]:,} places, {facts["seconds"]:.0f} s on {facts["hardware"]},
+  last loss {facts["loss"]:.3f} nats.
 - Licence: that of the target, whose layers it began as.
 
 ## Acceptance
 
-Greedy guesses in {after["places"]:,} places of texts to prompts it has not seen. "true" counts guesses behind true ones;
-"tokens per step" is of windows of so many guesses, the target's own token included.
+Greedy guesses in {after["places"]:,} places of texts to prompts it has not seen. "true" counts guesses behind true
+ones; "tokens per step" is of windows of so many guesses, the target's own token included.
 
 | guess | true before training | true | tokens per step |
 |---:|---:|---:|---:|

@@ -1,4 +1,4 @@
-"""A decoder-only model in plain torch, over whole rows and with gradients: the target that teaches, the draft that learns.
+"""A model in plain torch, over whole rows and with gradients: the target that teaches, the draft that learns.
 
 Tensors have the canonical names and shapes of a checkpoint (`models/checkpoint.py`), so a draft begins as a few of the
 target's own layers and is written as it is. It computes what the engine computes; a test compares the two. Generating

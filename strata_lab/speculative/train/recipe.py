@@ -154,7 +154,7 @@ def train_draft(recipe: Recipe, out: Path, *, resume: bool = False, progress: Pr
 
 
 def gather(recipe: Recipe, made: Path, progress: Progress) -> list[Text]:
-    """The texts to learn from: recorded ones, and those that the target writes into `made`, as far as they are missing."""
+    """The texts to learn from: recorded ones, and those that the target writes into `made` where they are missing."""
     recorded = [path for path in recipe.data if path.suffix == TRAFFIC_SUFFIX]
     checkpoint = open_model(recipe.target)
     vocab_size = checkpoint.config.vocab_size

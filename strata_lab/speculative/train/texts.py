@@ -66,8 +66,8 @@ def split(texts: Sequence[Text], most_tokens: int) -> tuple[list[Text], list[Tex
     held = ([text for text in held if text.temperature == 0] or held)[:MOST_HELD_OUT]
     if not learned or not held:
         raise ConfigError(
-            f"{len(texts)} texts are too few to learn from some and measure with others (about one prompt in {HELD_OUT} "
-            "is kept for measuring); make or record more"
+            f"{len(texts)} texts are too few to learn from some and measure with others (one prompt in about "
+            f"{HELD_OUT} is kept for measuring); make or record more"
         )
     return learned, held
 

@@ -179,8 +179,8 @@ class Training:
         found = torch.load(self._state, map_location=self.device, weights_only=True)
         if found["key"] != self._key():
             raise ConfigError(
-                f"{self._state} belongs to another training ({found['key']}, now {self._key()}); give the same settings "
-                "and texts, or another folder"
+                f"{self._state} belongs to another training ({found['key']}, now {self._key()}); give the same "
+                "settings and texts, or another folder"
             )
         with torch.no_grad():
             for name, value in found["tensors"].items():
