@@ -168,7 +168,8 @@ class EngineConfig:
             pool could fill, at most a tenth of what is free and at most 4.
         capture: how `cuda_graph` is made on a CPU: "replay" records the operator calls of a step and repeats them,
             "inductor" has torch.compile turn the step into one graph (minutes the first time; for comparison).
-        draft_model: the model that guesses with `speculative="draft"`: named as `model` is, with the same tokenizer.
+        draft_model: the model that guesses with `speculative="draft"`: named as `model` is, with the same tokenizer, or
+            a folder of `strata train-draft`; None takes the draft that comes with the model, where there is one.
         seed: seeds random weights of presets and requests that carry no seed.
         optimizations: the toggles at start.
     """

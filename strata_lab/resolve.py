@@ -19,6 +19,7 @@ from strata_lab.kv_retention import Retention, retention
 from strata_lab.layers.rotary import rotary_table
 from strata_lab.memory_forecast import CPU_POOL_BYTES, workspace_nbytes
 from strata_lab.models.loader import open_model
+from strata_lab.models.shipped import draft_for
 from strata_lab.quant import engine_granularity
 from strata_lab.settings import ConfigError
 from strata_lab.telemetry import hardware
@@ -67,6 +68,7 @@ class Resolver:
         self.backend = self._backend()
         self.ceilings = self._ceilings()
         self.rotary = rotary_table(self.model_config, self.model_config.max_position, self.device)
+        self.draft_model = config.draft_model or draft_for(config.model)
         self._planned_blocks: dict[Any, int] = {}  # what the latest `resolve` promised
 
     def record(self, feature: str, reason: str) -> None:
@@ -95,7 +97,7 @@ class Resolver:
                 f"max_model_len={wish.max_model_len} is more than the {limit} positions {self.checkpoint.name} was "
                 f"made for; try {limit}"
             )
-        if wish.speculative == "draft" and self.config.draft_model is None:
+        if wish.speculative == "draft" and self.draft_model is None:
             raise ConfigError(
                 "speculative='draft' needs a model that guesses; try draft_model=<a small model of the same family> "
                 "when the engine is made, or speculative='ngram'"
