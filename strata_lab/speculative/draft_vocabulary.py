@@ -1,8 +1,9 @@
 """Choosing tokens where a draft's logits are over some of the target's tokens only.
 
-A draft's tokens are in the order of the target's ids, so its sorted distribution is that over all of the target's tokens
-with nothing outside, and a random number picks the same token from both: rows are sampled as they are, and the chosen
-ones become ids of the target. Only rows whose logits are edited by token id (penalties, bans, bias) are spread out first.
+A draft's tokens are in the order of the target's ids, so its sorted distribution is the one over all of the target's
+tokens with nothing outside, and a random number picks the same token from both: rows are sampled as they are, and the
+chosen ones become ids of the target. Only rows whose logits are edited by token id (penalties, bans, bias) are spread
+out first.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from strata_lab.speculative.train.prompts import Prompt
 
 GREEDY_SHARE = 0.4  # of the texts; the others are drawn
 TEMPERATURES = (0.6, 0.8, 1.0)  # of those, in turn
+TOP_K, TOP_P = 50, 0.98  # of those: few enough tokens that a device draws without its host
 PATIENCE_S = 0.2  # between two looks at the clock while nothing ends
 
 
@@ -79,7 +80,9 @@ def make_texts(
     def begin() -> None:
         nonlocal index
         temperature = _temperature(index)
-        params = SamplingParams(temperature=temperature, max_tokens=output_tokens, seed=seed + index)
+        params = SamplingParams(
+            temperature=temperature, top_k=TOP_K, top_p=TOP_P, max_tokens=output_tokens, seed=seed + index
+        )
         session = engine.follow(next(prompts), params, inbox)
         waiting[session.request.request_id] = temperature
         index += 1

@@ -29,7 +29,8 @@ from strata_lab.telemetry import hardware
 
 TRAFFIC_SUFFIX = ".jsonl"
 STREAMS = {"cpu": 16, "cuda": 128}  # requests at the same time: what the steps are fastest with
-BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
+BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}  # of a step that computes prompts
+BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}  # of a training step
 PROMPT_TOKENS = 256  # room for a prompt
 KV_BLOCK = 16
 
@@ -172,18 +173,23 @@ def write_texts(recipe: Recipe, path: Path, tokens: int, seed: int, progress: Pr
     """Have the target write `tokens` into a file, behind what is there."""
     from strata_lab.engine import LLMEngine
 
-    streams = recipe.streams or STREAMS[recipe.torch_device.type]
-    longest = PROMPT_TOKENS + recipe.output_tokens
+    kind = recipe.torch_device.type
+    streams = recipe.streams or STREAMS[kind]
+    checkpoint = open_model(recipe.target)
+    limit = checkpoint.config.max_position
+    checkpoint.close()
+    longest = min(PROMPT_TOKENS + recipe.output_tokens, limit)
     options: dict[str, Any] = {
-        "device": recipe.torch_device.type, "max_num_seqs": streams, "block_size": KV_BLOCK,
-        "num_kv_blocks": streams * -(-longest // KV_BLOCK), "seed": recipe.seed,
+        "device": kind, "max_num_seqs": streams, "max_num_batched_tokens": BATCHED_TOKENS[kind], "seed": recipe.seed,
+        "num_kv_blocks": streams * -(-longest // KV_BLOCK), "block_size": KV_BLOCK, "max_model_len": longest,
+        "continuous_batching": kind == "cpu",  # on a GPU a step with a prompt in it is not replayed: all begin together
     }  # fmt: skip
     with LLMEngine(recipe.target, on_progress=progress, **options) as engine:
-        tokenizer, limit = engine.tokenizer, engine.optimizations.max_model_len
+        tokenizer = engine.tokenizer
         own = own_texts([p for p in recipe.data if p.suffix != TRAFFIC_SUFFIX], tokenizer)
         chats = tokenizer is not None and tokenizer.chat_template is not None
         asked = prompts(seed, read_seeds(), chats=chats, own=own, tokenizer=tokenizer)
-        output = min(recipe.output_tokens, limit // 2 if limit else recipe.output_tokens)
+        output = min(recipe.output_tokens, limit // 2)
         target = TrafficFile(path)
         try:
             make_texts(
