@@ -15,7 +15,8 @@ from strata_lab.sampling_params import SamplingParams
 from strata_lab.settings import ConfigError
 from strata_lab.speculative.train.measure import MOST_GUESSES, acceptance
 from strata_lab.speculative.train.network import Teacher, first_draft, read_target
-from strata_lab.speculative.train.recipe import Recipe, train_draft, write_texts
+from strata_lab.speculative.train.recipe import train_draft, write_texts
+from strata_lab.speculative.train.settings import Recipe
 from strata_lab.speculative.train.texts import Rows, batches, split
 from strata_lab.speculative.train.training import Schedule, Training
 from strata_lab.speculative.train.vocabulary import coverage, most_used

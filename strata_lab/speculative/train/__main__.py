@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 from strata_lab.settings import attribute_docs
-from strata_lab.speculative.train.recipe import Recipe, train_draft, write_texts
+from strata_lab.speculative.train.recipe import train_draft, write_texts
+from strata_lab.speculative.train.settings import Recipe
 
 SECONDS_BETWEEN_LINES = 5.0
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from strata_lab.config import DEFAULT_MODEL
 from strata_lab.models.loader import open_model
 from strata_lab.settings import ConfigError
 from strata_lab.speculative.traffic import Text, TrafficFile, read_texts
@@ -22,6 +21,7 @@ from strata_lab.speculative.train.making import make_texts
 from strata_lab.speculative.train.measure import Acceptance, HeldOut
 from strata_lab.speculative.train.network import Teacher, first_draft, read_target
 from strata_lab.speculative.train.prompts import own_texts, prompts, read_seeds
+from strata_lab.speculative.train.settings import Recipe
 from strata_lab.speculative.train.texts import split
 from strata_lab.speculative.train.training import Course, Progress, Schedule, Training
 from strata_lab.speculative.train.vocabulary import coverage, most_used
@@ -33,69 +33,6 @@ BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}  # of a step that computes prompts
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}  # of a training step
 PROMPT_TOKENS = 256  # room for a prompt
 KV_BLOCK = 16
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What to train, on what.
-
-    Attributes:
-        target: the model to guess for: a known name, a .gguf file or a model folder.
-        data: files: recorded traffic (.jsonl) to learn from, texts (UTF-8) whose pieces the target continues.
-        layers: of the draft.
-        vocab: tokens that it can say, a multiple of 16.
-        make_tokens: tokens that the target writes to learn from, beside recorded traffic; 0 makes none.
-        make_seconds: seconds that it may take for them.
-        output_tokens: of a text that it writes, at most.
-        streams: texts that it writes at the same time; 0 takes what suits the device.
-        steps, seconds: of training, whichever is over first.
-        batch_tokens: places that a step learns from; 0 takes what suits the device.
-        learning_rate: at its highest.
-        weights: number format in which the draft is stored.
-        device: "auto", "cpu" or "cuda".
-        seed: of prompts, draws and order.
-    """
-
-    target: str = DEFAULT_MODEL
-    data: tuple[Path, ...] = ()
-    layers: int = 2
-    vocab: int = 8192
-    make_tokens: int = 1_000_000
-    make_seconds: float = 3600.0
-    output_tokens: int = 256
-    streams: int = 0
-    steps: int = 2000
-    seconds: float = 3600.0
-    batch_tokens: int = 0
-    learning_rate: float = 1e-3
-    weights: str = "int8"
-    device: str = "auto"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least, example in (("make_tokens", 0, 100_000), ("output_tokens", 1, 256), ("streams", 0, 16)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}; try {example}")
-        if not self.make_seconds > 0:
-            raise ConfigError(f"make_seconds={self.make_seconds} must be above 0; try 600")
-
-    @property
-    def torch_device(self) -> torch.device:
-        """Where to compute; `ConfigError` for a device that is not here."""
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ConfigError(f"device={self.device!r} must be one of auto, cpu, cuda; try 'auto'")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("device='cuda': torch sees no CUDA device; try device='cpu'")
-        return torch.device("cuda" if self.device != "cpu" and torch.cuda.is_available() else "cpu")
-
-    @property
-    def schedule(self) -> Schedule:
-        """Of the training."""
-        return Schedule(
-            steps=self.steps, seconds=self.seconds, learning_rate=self.learning_rate, seed=self.seed,
-            batch_tokens=self.batch_tokens or BATCH_TOKENS[self.torch_device.type],
-            most_tokens=PROMPT_TOKENS + self.output_tokens,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -129,7 +66,7 @@ def train_draft(recipe: Recipe, out: Path, *, resume: bool = False, progress: Pr
         ConfigError: a setting, a file or the folder is wrong; CheckpointError: the target cannot be read.
     """
     work = _work_folder(out, resume)
-    schedule, device = recipe.schedule, recipe.torch_device
+    schedule, device = schedule_of(recipe), device_of(recipe)
     texts = gather(recipe, work / f"texts{TRAFFIC_SUFFIX}", progress)
     checkpoint = open_model(recipe.target)
     try:
@@ -173,7 +110,7 @@ def write_texts(recipe: Recipe, path: Path, tokens: int, seed: int, progress: Pr
     """Have the target write `tokens` into a file, behind what is there."""
     from strata_lab.engine import LLMEngine
 
-    kind = recipe.torch_device.type
+    kind = device_of(recipe).type
     streams = recipe.streams or STREAMS[kind]
     checkpoint = open_model(recipe.target)
     limit = checkpoint.config.max_position
@@ -200,6 +137,22 @@ def write_texts(recipe: Recipe, path: Path, tokens: int, seed: int, progress: Pr
             target.close()
 
 
+def device_of(recipe: Recipe) -> torch.device:
+    """Where to compute; `ConfigError` for a device that is not here."""
+    if recipe.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda': torch sees no CUDA device; try device='cpu'")
+    return torch.device("cuda" if recipe.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def schedule_of(recipe: Recipe) -> Schedule:
+    """Of the training."""
+    return Schedule(
+        steps=recipe.steps, seconds=recipe.seconds, learning_rate=recipe.learning_rate, seed=recipe.seed,
+        batch_tokens=recipe.batch_tokens or BATCH_TOKENS[device_of(recipe).type],
+        most_tokens=PROMPT_TOKENS + recipe.output_tokens,
+    )  # fmt: skip
+
+
 def _work_folder(out: Path, resume: bool) -> Path:
     if out.exists():
         raise ConfigError(f"{out} exists already; give another name, or remove it first")
@@ -223,7 +176,7 @@ def _facts(recipe: Recipe, learned: list[Text], covered: float, course: Course) 
         "recipe": shown, "texts": len(learned), "tokens": sum(len(text.output) for text in learned),
         "greedy": sum(text.temperature == 0 for text in learned) / len(learned), "coverage": covered,
         "steps": course.step, "places": course.tokens, "seconds": course.seconds, "loss": course.loss,
-        "hardware": _hardware(recipe.torch_device),
+        "hardware": _hardware(device_of(recipe)),
         "before": course.measured[0][1].as_dict(), "after": course.measured[-1][1].as_dict(),
     }  # fmt: skip
 
