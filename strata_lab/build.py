@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from strata_lab.speculative.draft_model import DraftModel
 from strata_lab.speculative.make import draft_config, model_drafter, num_draft_blocks, shared_vocabulary, speculator
 from strata_lab.speculative.ngram import NgramDrafter
 from strata_lab.speculative.speculator import NoSpeculation, Speculation
+from strata_lab.speculative.traffic import Recorder
 from strata_lab.telemetry.governor import Governor, NoGovernor
 from strata_lab.telemetry.monitor import NO_CPU_SENSOR, source_for
 
@@ -81,6 +83,8 @@ class Builder(Resolver):
     def __init__(self, config: EngineConfig, progress: ProgressFn) -> None:
         super().__init__(config, progress)
         self._runners: dict[tuple[Any, ...], Any] = {}  # with the captures of the weights and pool in force
+        self._traffic = Recorder(Path(config.record_traffic)) if config.record_traffic else None
+        self.on_done = self._traffic.add if self._traffic else None
         self.embedding: LinearWeight | None = None  # of the target, where this builds a draft that has none
         self.swapped: dict[str, Guarded] = {}  # operators that the kernel lab put in place of the backend's
 
@@ -313,9 +317,11 @@ class Builder(Resolver):
         self._runners = {}
 
     def close(self) -> None:
-        """Drop every reference to device memory and to the checkpoint."""
+        """Drop every reference to device memory and to the checkpoint; write what is left of the traffic."""
         self.forget_captures()
         self.checkpoint.close()
+        if self._traffic is not None:
+            self._traffic.close()
 
 
 def _drain(device: torch.device) -> None:

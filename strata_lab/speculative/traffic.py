@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from strata_lab.request import Request
 from strata_lab.settings import ConfigError
 
 OWNER_ONLY = 0o600
@@ -67,6 +69,36 @@ class TrafficFile:
         """Let go of the file. Safe to repeat."""
         with self._lock:
             self._file.close()
+
+
+class Recorder:
+    """Keeps the texts of an engine's requests: a thread of its own writes them, so that no step waits for a disk.
+
+    Args:
+        path: as for `TrafficFile`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = TrafficFile(path)
+        self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="strata-traffic", daemon=True)
+        self._thread.start()
+
+    def add(self, request: Request) -> None:
+        """A request has ended by itself; prompts given as embeddings have no tokens and are left out."""
+        if request.prompt_embeds is None:
+            self._queue.put(request)
+
+    def close(self) -> None:
+        """Write what is left. Safe to repeat."""
+        self._queue.put(None)
+        self._thread.join()
+        self._file.close()
+
+    def _write(self) -> None:
+        while (request := self._queue.get()) is not None:
+            prompt, output = tuple(request.prompt_token_ids), tuple(request.output_token_ids)
+            self._file.add(Text(prompt, output, 0.0 if request.params.greedy else request.params.temperature))
 
 
 def read_texts(path: Path, vocab_size: int) -> Iterator[Text]:
