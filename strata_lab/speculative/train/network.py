@@ -7,7 +7,7 @@ is the engine's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -20,9 +20,11 @@ from strata_lab.models.base import WeightSource
 from strata_lab.models.checkpoint import expected_tensors, is_linear
 from strata_lab.quant import get_format
 from strata_lab.settings import ConfigError
+from strata_lab.speculative.train.texts import Rows
 
 Tensors = dict[str, Tensor]
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+RIDGE = 1e-3  # of the mean square of a state, against directions that hardly occur
 ROWS_AT_ONCE = 4096  # rows of the target's logits that are in memory at the same time
 
 
@@ -142,6 +144,22 @@ class Teacher:
     def log_probabilities(self, x: Tensor, places: Tensor) -> Tensor:
         """Of the draft's tokens among all tokens of the target: [N, Vd] float32 for the N true `places` of [B, T]."""
         return self._by_rows(x, places, self._log_probabilities)
+
+    @torch.no_grad()
+    def fit_head(self, draft: Network, batches: Iterable[Rows]) -> None:
+        """Give an untrained draft the head that makes the best of its states: those of the target, as far as a linear
+        map finds them there (least squares, ridge), under the target's own head."""
+        width = draft.config.hidden_size
+        own = torch.zeros(width, width, dtype=torch.float64, device=self.to_target.device)
+        shared = torch.zeros_like(own)
+        for rows in batches:
+            x = self.embed(rows.token_ids)
+            states = draft.hidden(x.float())[rows.learned].double()
+            own += states.T @ states
+            shared += states.T @ self.network.hidden(x)[rows.learned].double()
+        own.diagonal().add_(RIDGE * own.diagonal().mean())
+        to_states = torch.linalg.solve(own, shared)  # [hidden, hidden]: states @ to_states are the target's
+        draft.tensors[HEAD].copy_(self.network.head[self.to_target].double() @ to_states.T)
 
     @torch.no_grad()
     def best(self, x: Tensor, places: Tensor) -> Tensor:

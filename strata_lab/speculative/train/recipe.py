@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from strata_lab.speculative.train.measure import Acceptance, HeldOut
 from strata_lab.speculative.train.network import Teacher, first_draft, read_target
 from strata_lab.speculative.train.prompts import own_texts, prompts, read_seeds
 from strata_lab.speculative.train.settings import Recipe
-from strata_lab.speculative.train.texts import split
+from strata_lab.speculative.train.texts import batches, split
 from strata_lab.speculative.train.training import Course, Progress, Schedule, Training
 from strata_lab.speculative.train.vocabulary import coverage, most_used
 from strata_lab.telemetry import hardware
@@ -33,6 +34,7 @@ BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}  # of a step that computes prompts
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}  # of a training step
 PROMPT_TOKENS = 256  # room for a prompt
 KV_BLOCK = 16
+FIT_BATCHES = 4  # from which the untrained draft gets its head
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ def train_draft(recipe: Recipe, out: Path, *, resume: bool = False, progress: Pr
         network = read_target(checkpoint, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
         teacher = Teacher(network, to_target.to(device))
         draft = first_draft(network, recipe.layers, to_target)
+        first = islice(batches(learned, schedule.batch_tokens, schedule.most_tokens, schedule.seed), FIT_BATCHES)
+        teacher.fit_head(draft, (rows.to(device) for rows in first))
         progress("asking the target about the texts kept for measuring", 0.0)
         held_out = HeldOut(teacher, held, schedule.most_tokens, device)
         training = Training(teacher, draft, learned, held_out, schedule, work / "state.pt")
