@@ -17,7 +17,7 @@ from strata_lab.models.loader import open_checkpoint
 from strata_lab.quant.forward import sequence_logits
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.settings import ConfigError
-from strata_lab.speculative.traffic import Text, TrafficFile, read_texts
+from strata_lab.speculative.traffic import Text
 from strata_lab.speculative.train.making import before_loop
 from strata_lab.speculative.train.measure import HeldOut, acceptance
 from strata_lab.speculative.train.network import Network, Teacher, first_draft, read_target
@@ -214,21 +214,6 @@ def test_the_vocabulary_holds_the_most_used_tokens_and_the_ends() -> None:
     assert coverage([Text((1,), (40, 41), 0.0)], found) == 0.5
     with pytest.raises(ConfigError, match="try 112"):
         most_used(some, 100, VOCAB)
-
-
-def test_texts_survive_a_file_and_a_cut_line_is_left_out(tmp_path) -> None:
-    path = tmp_path / "texts.jsonl"
-    file = TrafficFile(path)
-    for text in texts(5):
-        file.add(text)
-    file.close()
-    assert path.stat().st_mode & 0o077 == 0, "nobody else may read it"
-    path.write_text(path.read_text() + '{"prompt": [1')
-    assert list(read_texts(path, VOCAB)) == texts(5)
-    for line in ('{"prompt": [1]}', '{"prompt": [1], "output": [999], "temperature": 0}', "3"):
-        path.write_text(line + "\n")
-        with pytest.raises(ConfigError, match="texts.jsonl:1"):
-            list(read_texts(path, VOCAB))
 
 
 def test_texts_are_cut_where_they_go_round_in_circles() -> None:
