@@ -133,10 +133,11 @@ def test_the_plain_network_computes_what_the_reference_computes(family, tmp_path
     torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
 
 
-def test_a_mixture_of_experts_is_refused(tmp_path) -> None:
-    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path, "qwen3_moe")[0]))
+def test_a_mixture_of_experts_is_refused_before_it_writes_texts(tmp_path) -> None:
+    folder, _ = write_checkpoint(tmp_path / "moe", "qwen3_moe")
     with pytest.raises(ConfigError, match="mixture"):
-        read_target(checkpoint, CPU, torch.float32)
+        train_draft(dataclasses.replace(RECIPE, target=str(folder)), tmp_path / "d", progress=lambda task, done: None)
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def training(target, state, seed: int = 0) -> Training:
@@ -212,8 +213,6 @@ def test_the_vocabulary_holds_the_most_used_tokens_and_the_ends() -> None:
     found = most_used(some, 16, VOCAB, always=[300])
     assert found.tolist() == [*range(12), 40, 50, 60, 300]
     assert coverage([Text((1,), (40, 41), 0.0)], found) == 0.5
-    with pytest.raises(ConfigError, match="try 112"):
-        most_used(some, 100, VOCAB)
 
 
 def test_texts_are_cut_where_they_go_round_in_circles() -> None:
@@ -247,11 +246,11 @@ def test_prompts_are_many_and_the_same_for_a_seed() -> None:
 )
 def test_mistakes_are_one_line(target, tmp_path, monkeypatch, options, message) -> None:
     monkeypatch.chdir(tmp_path)
-    small = ["--make-tokens", "1500", "--output-tokens", "8", "--device", "cpu"]
-    command = ["train-draft", "--target", str(target), "--out", "new", *small, *options]
+    command = ["train-draft", "--target", str(target), "--out", "new", "--device", "cpu", *options]
     result = CliRunner().invoke(cli.app, command)
     assert result.exit_code == 2
     assert message in result.output
+    assert list(tmp_path.iterdir()) == [], "found before anything was made"
 
 
 def test_an_untrained_draft_of_all_layers_and_tokens_is_the_target(target) -> None:

@@ -29,12 +29,8 @@ ROWS_AT_ONCE = 4096  # rows of the target's logits that are in memory at the sam
 
 
 def read_target(source: WeightSource, device: torch.device, dtype: torch.dtype) -> Network:
-    """A checkpoint's model, dequantized; `ConfigError` for a mixture of experts."""
+    """A dense checkpoint's model, dequantized."""
     config = source.config
-    if config.num_experts:
-        raise ConfigError(
-            "a draft is trained for a dense model, and this one is a mixture of experts; try another target"
-        )
     tensors: Tensors = {}
     for name, _ in expected_tensors(config):
         if is_linear(name):
@@ -103,17 +99,18 @@ def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def first_draft(target: Network, num_layers: int, to_target: Tensor) -> Network:
-    """An untrained draft: the target's first layers and its last one, and the vocabulary's rows of its head, float32.
+def check_layers(num_layers: int, config: ModelConfig) -> None:
+    """`ConfigError` unless a draft of the target of this geometry can have so many layers."""
+    most = config.num_layers
+    if not 1 <= num_layers <= most:
+        raise ConfigError(f"layers={num_layers} must be from 1 to the target's {most}; try {min(2, most)}")
+    if config.num_experts:
+        raise ConfigError("the target is a mixture of experts, and drafts are trained for dense models; try another")
 
-    Raises:
-        ConfigError: more layers than the target has.
-    """
+
+def first_draft(target: Network, num_layers: int, to_target: Tensor) -> Network:
+    """An untrained draft: the target's first layers and its last one, and the vocabulary's rows of its head, float32."""
     c = target.config
-    if not 1 <= num_layers <= c.num_layers:
-        raise ConfigError(
-            f"layers={num_layers} must be from 1 to the target's {c.num_layers}; try {min(2, c.num_layers)}"
-        )
     layers = [*range(num_layers - 1), c.num_layers - 1]
     config = replace(c, num_layers=num_layers, vocab_size=to_target.shape[0], tie_word_embeddings=False)
     rows = to_target.to(target.head.device)

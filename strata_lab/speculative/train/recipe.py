@@ -20,12 +20,12 @@ from strata_lab.speculative.traffic import Text, TrafficFile, read_texts
 from strata_lab.speculative.train.export import write_draft
 from strata_lab.speculative.train.making import make_texts
 from strata_lab.speculative.train.measure import Acceptance, HeldOut
-from strata_lab.speculative.train.network import Teacher, first_draft, read_target
+from strata_lab.speculative.train.network import Teacher, check_layers, first_draft, read_target
 from strata_lab.speculative.train.prompts import own_texts, prompts, read_seeds
 from strata_lab.speculative.train.settings import Recipe
 from strata_lab.speculative.train.texts import batches, split
 from strata_lab.speculative.train.training import Course, Progress, Schedule, Training
-from strata_lab.speculative.train.vocabulary import coverage, most_used
+from strata_lab.speculative.train.vocabulary import check_count, coverage, most_used
 from strata_lab.telemetry import hardware
 
 TRAFFIC_SUFFIX = ".jsonl"
@@ -67,8 +67,9 @@ def train_draft(recipe: Recipe, out: Path, *, resume: bool = False, progress: Pr
     Raises:
         ConfigError: a setting, a file or the folder is wrong; CheckpointError: the target cannot be read.
     """
-    work = _work_folder(out, resume)
     schedule, device = schedule_of(recipe), device_of(recipe)
+    _check(recipe)
+    work = _work_folder(out, resume)
     texts = gather(recipe, work / f"texts{TRAFFIC_SUFFIX}", progress)
     checkpoint = open_model(recipe.target)
     try:
@@ -157,6 +158,19 @@ def schedule_of(recipe: Recipe) -> Schedule:
     )  # fmt: skip
 
 
+def _check(recipe: Recipe) -> None:
+    """What would be wrong an hour later: `ConfigError`, or `CheckpointError` for a target that cannot be read."""
+    check_count(recipe.vocab)
+    missing = [str(path) for path in recipe.data if not path.is_file()]
+    if missing:
+        raise ConfigError(f"data={missing[0]!r} is no file; give texts (UTF-8) or recorded traffic ({TRAFFIC_SUFFIX})")
+    checkpoint = open_model(recipe.target)
+    try:
+        check_layers(recipe.layers, checkpoint.config)
+    finally:
+        checkpoint.close()
+
+
 def _work_folder(out: Path, resume: bool) -> Path:
     if out.exists():
         raise ConfigError(f"{out} exists already; give another name, or remove it first")
@@ -182,6 +196,7 @@ def _facts(recipe: Recipe, learned: list[Text], covered: float, course: Course) 
         "steps": course.step, "places": course.tokens, "seconds": course.seconds, "loss": course.loss,
         "hardware": _hardware(device_of(recipe)),
         "before": course.measured[0][1].as_dict(), "after": course.measured[-1][1].as_dict(),
+        "history": [{"step": step} | measured.as_dict() for step, measured in course.measured],
     }  # fmt: skip
 
 

@@ -20,22 +20,23 @@ FEWEST = 16
 MULTIPLE = 16  # of tokens, so that the head's rows fill the kernels' tiles
 
 
+def check_count(count: int) -> None:
+    """`ConfigError` for a vocabulary that is too small or no multiple of 16."""
+    if count < FEWEST or count % MULTIPLE:
+        near = max(FEWEST, -(-count // MULTIPLE) * MULTIPLE)
+        raise ConfigError(f"vocab={count} must be a multiple of {MULTIPLE} from {FEWEST} on; try {near}")
+
+
 def most_used(texts: Iterable[Text], count: int, vocab_size: int, always: Sequence[int] = ()) -> Tensor:
     """Ids of the tokens to keep: [min(count, vocab_size)] int64, ascending.
 
     Args:
         texts: whose outputs are counted.
-        count: how many; what the texts do not fill is taken from the lowest ids, which merges of bytes give to the
-            most frequent tokens.
+        count: how many, as `check_count` allows; what the texts do not fill is taken from the lowest ids, which merges
+            of bytes give to the most frequent tokens.
         vocab_size: of the target.
         always: ids that are kept however seldom they are, such as the end tokens.
-
-    Raises:
-        ConfigError: a count that is too small or no multiple of 16.
     """
-    if count < FEWEST or count % MULTIPLE:
-        near = max(FEWEST, -(-count // MULTIPLE) * MULTIPLE)
-        raise ConfigError(f"vocab={count} must be a multiple of {MULTIPLE} from {FEWEST} on; try {near}")
     used = Counter(chain.from_iterable(text.output for text in texts))
     ranked = [token_id for token_id, _ in used.most_common()]
     chosen = dict.fromkeys(chain(always, ranked, range(vocab_size)))
