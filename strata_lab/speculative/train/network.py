@@ -109,7 +109,7 @@ def check_layers(num_layers: int, config: ModelConfig) -> None:
 
 
 def first_draft(target: Network, num_layers: int, to_target: Tensor) -> Network:
-    """An untrained draft: the target's first layers and its last one, and the vocabulary's rows of its head, float32."""
+    """An untrained draft, float32: the target's first layers and its last, the vocabulary's rows of its head."""
     c = target.config
     layers = [*range(num_layers - 1), c.num_layers - 1]
     config = replace(c, num_layers=num_layers, vocab_size=to_target.shape[0], tie_word_embeddings=False)
