@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,15 +43,15 @@ from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import EagerStep, Runner, StepInputs
 from strata_lab.sampler import Sampler
 from strata_lab.speculative.draft_model import DraftModel
-from strata_lab.speculative.make import check_vocabulary, model_drafter, speculator
+from strata_lab.speculative.make import draft_config, model_drafter, num_draft_blocks, shared_vocabulary, speculator
 from strata_lab.speculative.ngram import NgramDrafter
 from strata_lab.speculative.speculator import NoSpeculation, Speculation
+from strata_lab.speculative.traffic import Recorder
 from strata_lab.telemetry.governor import Governor, NoGovernor
 from strata_lab.telemetry.monitor import NO_CPU_SENSOR, source_for
 
 # Prompt tokens between two steps of decodes with `pd_split`: on 2 cores the default model takes 60 ms for 64.
 SLICE_TOKENS = {"cpu": 64, "cuda": 512}
-MAX_DRAFT_BLOCKS = 4096  # of a draft model's pool: 65,536 tokens in blocks of 16; requests beyond go without guesses
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,9 @@ class Builder(Resolver):
     def __init__(self, config: EngineConfig, progress: ProgressFn) -> None:
         super().__init__(config, progress)
         self._runners: dict[tuple[Any, ...], Any] = {}  # with the captures of the weights and pool in force
+        self._traffic = Recorder(Path(config.record_traffic)) if config.record_traffic else None
+        self.on_done = self._traffic.add if self._traffic else None
+        self.embedding: LinearWeight | None = None  # of the target, where this builds a draft that has none
         self.swapped: dict[str, Guarded] = {}  # operators that the kernel lab put in place of the backend's
 
     # -- making the objects -------------------------------------------------------------------------------------
@@ -129,7 +133,7 @@ class Builder(Resolver):
             engine_granularity(weight_format, self.device.type),
         )  # fmt: skip
         with torch.no_grad():
-            made = load_weights(reader, get_family(self.model_config.architecture))
+            made = load_weights(reader, get_family(self.model_config.architecture), self.embedding)
         for note in self.checkpoint.notes():
             self.record("checkpoint", note)
         return made
@@ -282,7 +286,7 @@ class Builder(Resolver):
         key = ("speculation", resolved.speculative, resolved.num_draft_tokens, *self._step_key(resolved))
         if key not in self._runners:
             self.progress("measuring what verification costs", 0.0)
-            drafter = NgramDrafter() if resolved.speculative == "ngram" else self._draft_model(resolved)
+            drafter = NgramDrafter() if resolved.speculative == "ngram" else self._draft_model(resolved, weights)
             eager = self._eager(resolved, weights, kv)
             captured = isinstance(_plain_runner(runner).step, CapturedStep)
             step = CapturedStep(eager, self._recorder()) if captured else eager
@@ -291,26 +295,21 @@ class Builder(Resolver):
             self.progress("measuring what verification costs", 1.0)
         return self._runners[key]
 
-    def _draft_model(self, resolved: Optimizations) -> DraftModel:
+    def _draft_model(self, resolved: Optimizations, weights: ModelWeights) -> DraftModel:
         """The model that guesses: a small engine's parts without its loop, kept until the weights change."""
-        name, size = self.config.draft_model, self.config.block_size
+        name, size = self.draft_model, self.config.block_size
         assert name is not None
-        blocks = resolved.max_num_seqs * -(-(resolved.max_model_len or 1) // size)
+        blocks = num_draft_blocks(resolved.max_num_seqs, resolved.max_model_len or 1, size)
         key = ("draft model", name, blocks)
         if key not in self._runners:
-            config = EngineConfig(
-                model=name, device=str(self.device), dtype=self.config.dtype, block_size=size, seed=self.config.seed,
-                num_kv_blocks=min(blocks, MAX_DRAFT_BLOCKS),
-            )  # fmt: skip
-            builder = Builder(config, self.progress)
-            target, mine = self.checkpoint.tokenizer(), builder.checkpoint.tokenizer()
-            vocab_size = builder.model_config.vocab_size
-            check_vocabulary(name, vocab_size, mine, self.model_config.vocab_size, target)
+            builder = Builder(draft_config(name, self.config, self.device, blocks), self.progress)
+            part = shared_vocabulary(name, builder.checkpoint, self.checkpoint)
+            builder.embedding = weights.embedding if part else None
             parts = builder.parts(builder.resolve(Optimizations()))
             for fallback in builder.fallbacks:
                 self.record(fallback.feature, fallback.reason)
             step = _plain_runner(parts.runner).step
-            self._runners[key] = model_drafter(step, parts.kv.num_blocks, size, self.device, name)
+            self._runners[key] = model_drafter(step, parts.kv.num_blocks, size, self.device, name, part)
         return self._runners[key]
 
     def forget_captures(self) -> None:
@@ -318,9 +317,11 @@ class Builder(Resolver):
         self._runners = {}
 
     def close(self) -> None:
-        """Drop every reference to device memory and to the checkpoint."""
+        """Drop every reference to device memory and to the checkpoint; write what is left of the traffic."""
         self.forget_captures()
         self.checkpoint.close()
+        if self._traffic is not None:
+            self._traffic.close()
 
 
 def _drain(device: torch.device) -> None:

@@ -168,7 +168,10 @@ class EngineConfig:
             pool could fill, at most a tenth of what is free and at most 4.
         capture: how `cuda_graph` is made on a CPU: "replay" records the operator calls of a step and repeats them,
             "inductor" has torch.compile turn the step into one graph (minutes the first time; for comparison).
-        draft_model: the model that guesses with `speculative="draft"`: named as `model` is, with the same tokenizer.
+        draft_model: the model that guesses with `speculative="draft"`: named as `model` is, with the same tokenizer, or
+            a folder of `strata train-draft`; None takes the draft that comes with the model, where there is one.
+        record_traffic: a file on this machine to which prompts and answers are added, as token ids, for `strata
+            train-draft`; nothing is recorded without it.
         seed: seeds random weights of presets and requests that carry no seed.
         optimizations: the toggles at start.
     """
@@ -181,6 +184,7 @@ class EngineConfig:
     swap_space: float | None = None
     capture: str = "replay"
     draft_model: str | None = None
+    record_traffic: str | None = None
     seed: int = 0
     optimizations: Optimizations = field(default_factory=Optimizations)
 
@@ -194,8 +198,9 @@ class EngineConfig:
         check_whole("block_size", self.block_size, BLOCK_SIZES[0], 16)  # 16.0 equals a legal size and is none
         _one_of("capture", self.capture, CAPTURES)
         check_whole("seed", self.seed, 0, 42)
-        if self.draft_model is not None:
-            object.__setattr__(self, "draft_model", str(self.draft_model))
+        for name in ("draft_model", "record_traffic"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, str(getattr(self, name)))
         if self.num_kv_blocks is not None:
             check_whole("num_kv_blocks", self.num_kv_blocks, 1, 64)
         if self.swap_space is not None:

@@ -91,7 +91,7 @@ class LLMEngine(SwapsOps):
             preemption=parts.preemption,
         )
         self._loop = EngineLoop(parts, scheduler, self.model_config, self.events)
-        self.intake = Intake(self.tokenizer, self.model_config)
+        self.intake = Intake(self.tokenizer, self.model_config, self._builder.on_done)
         _open_engines.add(self)
 
     # -- what it is ---------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from strata_lab.choices import choice_params, other_choices
@@ -28,10 +28,11 @@ class Intake:
     Args:
         tokenizer: None for a model without one, which then takes token ids only.
         config: of the model.
+        on_done: called with every request whose text is complete.
     """
 
-    def __init__(self, tokenizer: Any, config: ModelConfig) -> None:
-        self.tokenizer, self.config = tokenizer, config
+    def __init__(self, tokenizer: Any, config: ModelConfig, on_done: Callable[[Request], None] | None = None) -> None:
+        self.tokenizer, self.config, self._on_done = tokenizer, config, on_done
         tokenizer_eos = tuple(tokenizer.eos_token_ids) if tokenizer is not None else ()
         self.eos_token_ids = frozenset(config.eos_token_ids) | frozenset(tokenizer_eos)
         self._grammars = Grammars(tokenizer, config.vocab_size, self.eos_token_ids)
@@ -82,6 +83,8 @@ class Intake:
         first = Session(request, text, self._detokenizer(request), params, inbox=inbox)
         for other in other_choices(request):
             Session(other, text, self._detokenizer(other), params, first, inbox)
+        for session in first.group:
+            session.on_done = self._on_done
         return first
 
     def compile(self, params: SamplingParams) -> None:

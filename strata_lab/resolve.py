@@ -19,8 +19,10 @@ from strata_lab.kv_retention import Retention, retention
 from strata_lab.layers.rotary import rotary_table
 from strata_lab.memory_forecast import CPU_POOL_BYTES, workspace_nbytes
 from strata_lab.models.loader import open_model
+from strata_lab.models.shipped import draft_for
 from strata_lab.quant import engine_granularity
 from strata_lab.settings import ConfigError
+from strata_lab.speculative.forecast import draft_memory
 from strata_lab.telemetry import hardware
 from strata_lab.telemetry.ceilings import Ceilings, ceilings
 from strata_lab.telemetry.roofline import forecast
@@ -67,6 +69,7 @@ class Resolver:
         self.backend = self._backend()
         self.ceilings = self._ceilings()
         self.rotary = rotary_table(self.model_config, self.model_config.max_position, self.device)
+        self.draft_model = config.draft_model or draft_for(config.model)
         self._planned_blocks: dict[Any, int] = {}  # what the latest `resolve` promised
 
     def record(self, feature: str, reason: str) -> None:
@@ -95,7 +98,7 @@ class Resolver:
                 f"max_model_len={wish.max_model_len} is more than the {limit} positions {self.checkpoint.name} was "
                 f"made for; try {limit}"
             )
-        if wish.speculative == "draft" and self.config.draft_model is None:
+        if wish.speculative == "draft" and self.draft_model is None:
             raise ConfigError(
                 "speculative='draft' needs a model that guesses; try draft_model=<a small model of the same family> "
                 "when the engine is made, or speculative='ngram'"
@@ -193,9 +196,19 @@ class Resolver:
             loaded = current is not None and current.optimizations.weight_format == resolved.weight_format
             weights = 0 if loaded else self.weight_nbytes(resolved.weight_format or "bf16")
             workspace = workspace_nbytes(self.model_config, resolved.max_num_batched_tokens, resolved.max_num_seqs)
-            return max(0, int(free - (1 - utilization) * total - weights - workspace))
+            return max(0, int(free - (1 - utilization) * total - weights - workspace - self._draft_nbytes(resolved)))
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(CPU_POOL_BYTES, int(free * utilization))
+        return min(CPU_POOL_BYTES, max(0, int(free * utilization) - self._draft_nbytes(resolved)))
+
+    def _draft_nbytes(self, resolved: Optimizations) -> int:
+        """Forecast of the draft model, whose weights and pool come beside the target's; 0 where none is asked for."""
+        if resolved.speculative != "draft" or self.draft_model is None:
+            return 0
+        length = resolved.max_model_len or self.model_config.max_position
+        return draft_memory(
+            self.draft_model, self.device, max_num_seqs=resolved.max_num_seqs, max_model_len=length,
+            block_size=self.config.block_size,
+        ).total_bytes  # fmt: skip
 
     def weight_nbytes(self, weight_format: str) -> int:
         """Forecast of all weights in a format, as this engine would make them."""

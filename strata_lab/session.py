@@ -47,6 +47,7 @@ class Session:
         choice: which of the texts of the prompt this is.
         group: the sessions of all of them, on the first; on another, itself alone.
         not_begun: those of them that wait until the prompt is computed, on the first.
+        on_done: called with the request when its text is complete.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Session:
         self._detokenizer = detokenizer
         self._queue: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue() if first is None else first._queue
         self._ended = False
+        self.on_done: Callable[[Request], None] | None = None
         if first is not None:
             first.group.append(self)
             first.not_begun.append(self)
@@ -122,6 +124,8 @@ class Session:
     def deliver(self, event: TokenEvent) -> None:
         """Hand an event to whoever follows."""
         self._ended = self._ended or event.finish_reason is not None
+        if self.on_done is not None and event.finish_reason in ("stop", "length"):
+            self.on_done(self.request)
         (self.inbox or self._queue).put(event)
 
     def end(self) -> None:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from strata_lab import __version__
-from strata_lab.cli import bench, checkpoints, gauges
+from strata_lab.cli import bench, checkpoints, drafts, gauges
 from strata_lab.cli.answers import answer
 from strata_lab.cli.options import config_flags, given, parse_toggle, sampling_flags, toggle_flags, with_flags
 from strata_lab.cli.serve import serve
@@ -270,6 +270,7 @@ def doctor(
 app.command()(serve)
 app.command()(checkpoints.convert)
 app.command()(checkpoints.validate)
+app.command()(drafts.train_draft)
 app.command()(gauges.roofline)
 app.command()(gauges.memcheck)
 app.add_typer(bench.commands, name="bench")

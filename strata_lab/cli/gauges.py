@@ -81,6 +81,8 @@ def memcheck(
     **options: Any,
 ) -> None:
     """Forecast memory before loading; exit code 1 where it does not fit, with the first setting to change."""
+    from strata_lab.models.shipped import draft_for
+    from strata_lab.speculative.forecast import draft_memory
     from strata_lab.telemetry.memcheck import GIB, Plan, check, rows
 
     wish = engine_config(model, **given(options))
@@ -88,6 +90,13 @@ def memcheck(
     _, config, stored = model_geometry(model)
     toggled = wish.optimizations.as_dict()
     swap_gib = getattr(wish, "swap_space", None) or 0.0  # a setting only of engines that can swap
+    draft = wish.draft_model or draft_for(model)
+    drafted = 0
+    if toggled["speculative"] == "draft" and draft is not None:
+        drafted = draft_memory(
+            draft, device, max_num_seqs=toggled["max_num_seqs"], block_size=wish.block_size,
+            max_model_len=toggled["max_model_len"] or config.max_position,
+        ).total_bytes  # fmt: skip
     plan = Plan(
         config=config,
         device=device,
@@ -97,6 +106,7 @@ def memcheck(
         block_size=wish.block_size,
         num_kv_blocks=wish.num_kv_blocks,
         captures=toggled["cuda_graph"],
+        draft_bytes=drafted,
         swap_bytes=int(swap_gib * GIB) if toggled.get("preemption") == "swap" else 0,
         **{
             n: toggled[n] for n in ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "max_model_len")

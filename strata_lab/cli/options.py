@@ -18,6 +18,7 @@ from strata_lab.config import ALIASES, BLOCK_SIZES, CAPTURES, DEVICES, DTYPES, E
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.server.settings import ServerConfig
 from strata_lab.settings import Toggle, attribute_docs, check_names
+from strata_lab.speculative.train.settings import Recipe
 
 CHOICES = {"device": DEVICES, "dtype": DTYPES, "block_size": BLOCK_SIZES, "capture": CAPTURES}
 # Sampling fields that make no sense as flags: a mapping, and what a stream of text cannot show.
@@ -46,6 +47,11 @@ def sampling_flags() -> list[inspect.Parameter]:
 def server_flags() -> list[inspect.Parameter]:
     """A flag per field of `ServerConfig`."""
     return _field_flags(ServerConfig, set())
+
+
+def recipe_flags() -> list[inspect.Parameter]:
+    """A flag per field of the recipe that a draft is trained by."""
+    return _field_flags(Recipe, set())
 
 
 def _field_flags(cls: type, left_out: set[str]) -> list[inspect.Parameter]:

@@ -117,10 +117,11 @@ class Family(Protocol):
         ...
 
 
-def load_weights(reader: WeightReader, family: Family) -> ModelWeights:
-    """Read a whole model."""
+def load_weights(reader: WeightReader, family: Family, embedding: LinearWeight | None = None) -> ModelWeights:
+    """Read a whole model; a draft is given the `embedding` of its target."""
     config = reader.source.config
-    embedding = reader.head("model.embed_tokens.weight")
+    if embedding is None:
+        embedding = reader.head("model.embed_tokens.weight")
     layers = []
     for index in range(config.num_layers):
         layers.append(family.load_layer(reader, config, index))

@@ -8,7 +8,7 @@ own config fails here, by tensor name, and not in the middle of a step. It does 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -122,14 +122,18 @@ def _mlp_tensors(prefix: str, hidden: int, intermediate: int) -> Iterator[tuple[
     yield f"{prefix}.down_proj.weight", (hidden, intermediate)
 
 
-def check_tensors(found: Mapping[str, tuple[int, ...]], config: ModelConfig, file: str) -> list[str]:
-    """Hold a file to what its config needs and return the names a model will read.
+def check_tensors(
+    found: Mapping[str, tuple[int, ...]], config: ModelConfig, file: str, elsewhere: Collection[str] = ()
+) -> list[str]:
+    """Hold a file to what its config needs, less what comes from `elsewhere`; the names a model will read.
 
     Raises `CheckpointError` for a missing tensor, a shape that does not fit, or a tensor the architecture has no use
     for (leaving out a bias would change the text without a word).
     """
     names = []
     for name, shape in expected_tensors(config):  # lazily: a damaged config may claim a billion layers
+        if name in elsewhere:
+            continue
         if name not in found:
             raise CheckpointError(
                 f"{file}: tensor {name!r} is missing; a {config.num_layers}-layer {config.architecture} needs it, and "

@@ -14,6 +14,7 @@ from typing import Any
 from strata_lab.models import hub
 from strata_lab.models.checkpoint import Checkpoint
 from strata_lab.models.errors import PICKLE_SUFFIXES, CheckpointError, refuse_pickle
+from strata_lab.models.shipped import find_shipped
 
 __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
 
@@ -27,8 +28,9 @@ def open_checkpoint(model: str, *, cache_dir: Path | None = None) -> Checkpoint:
     try:
         if model.lower() in hub.KNOWN_MODELS and not path.exists():
             return _open_known(model.lower(), cache_dir)
-        if path.is_dir():
-            return _open_folder(path)
+        folder = path if path.is_dir() else find_shipped(model)
+        if folder is not None:
+            return _open_folder(folder)
         if path.is_file():
             return _open_file(path, cache_dir)
         raise CheckpointError(_not_found(model, path))

@@ -18,6 +18,7 @@ from torch import Tensor
 from strata_lab.model_config import ModelConfig
 from strata_lab.models import FAMILIES
 from strata_lab.models.checkpoint import check_tensors, is_linear, plain_tensor
+from strata_lab.models.draft_part import EMBEDDING, DraftPart
 from strata_lab.models.errors import CheckpointError
 from strata_lab.models.hf_config import FLOAT64_MAX, ROPE_RULES
 from strata_lab.models.safetensors_io import SafetensorsFile
@@ -38,6 +39,7 @@ class StrataCheckpoint:
     Attributes:
         manifest: all that `manifest.json` says.
         kv_scales: (k, v) scale of each layer's cache; None where the model was not calibrated.
+        draft: whose draft it is; None for a model.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,7 +59,9 @@ class StrataCheckpoint:
                 raise
             raise CheckpointError(f"{self._path} is damaged ({error!r}); {_AGAIN}") from error
         self.kv_scales = _kv_scales(self._path, self.manifest.get("kv_scales"), self.config.num_layers)
-        check_tensors({name: e.shape for name, e in self._entries.items()}, self.config, str(folder))
+        self.draft = DraftPart.read(self._path, self.manifest.get("draft"), self.config.vocab_size)
+        shapes = {name: e.shape for name, e in self._entries.items()}
+        check_tensors(shapes, self.config, str(folder), elsewhere=(EMBEDDING,) if self.draft else ())
         self._files: dict[str, SafetensorsFile] = {}
         self._tokenizer: Tokenizer | None = None
         try:
@@ -112,6 +116,11 @@ class StrataCheckpoint:
         return plain_tensor(self._file(entry.file).get(entry.parts[0]))
 
     def _entry(self, name: str) -> _Entry:
+        if name == EMBEDDING and self.draft is not None:
+            raise CheckpointError(
+                f"{self._folder} is a draft for {self.draft.target} and no model of its own; give it as draft_model, "
+                f"with model={self.draft.target!r} and speculative='draft'"
+            )
         if name not in self._entries:
             raise CheckpointError(f"{self._folder}: there is no tensor {name!r}; names() lists what there is")
         return self._entries[name]

@@ -20,6 +20,7 @@ from strata_lab.block_manager import BlockManager
 from strata_lab.request import Request
 from strata_lab.runner import Slice, Step, StepInputs
 from strata_lab.sampler import NO_TOKEN, Sampler
+from strata_lab.speculative.draft_vocabulary import AllTokens, DraftVocabulary
 
 CATCH_UP_TOKENS = 256  # of all texts together that are taken in before a step
 
@@ -42,10 +43,11 @@ class DraftModel:
     """`Drafter` by a model.
 
     Args:
-        step: computes logits of the small model, [S, V] float32 for a vocabulary of the target's size.
+        step: computes logits of the small model, [S, V] float32; its tokens are the target's ids.
         blocks: tables of its own pool.
         device: where its step runs.
         name: for events.
+        vocabulary: where the logits are over some of the target's tokens; None where they are over all.
 
     Attributes:
         step_ms: what one of its steps took when it was made.
@@ -55,8 +57,12 @@ class DraftModel:
     costs_time = True
     step_ms = 0.0
 
-    def __init__(self, step: Step, blocks: BlockManager, device: torch.device, name: str) -> None:
+    def __init__(
+        self, step: Step, blocks: BlockManager, device: torch.device, name: str,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> None:  # fmt: skip
         self.step, self.blocks, self.device, self.name = step, blocks, device, name
+        self.vocabulary = vocabulary or AllTokens()
         self._followers: dict[Request, _Follower] = {}
         self._sampler = Sampler()
 
@@ -94,11 +100,12 @@ class DraftModel:
             slices.append(self._slice(requests[i], follower, requests[i].token_ids[start:], start, 1))
         while True:
             logits = self._run(slices)
-            sampled = self._sampler.sample(logits, [requests[i] for i in rows], [drafts[i] for i in rows])
-            for i, token_id in zip(rows, sampled.token_ids, strict=True):
+            asking, ahead = [requests[i] for i in rows], [drafts[i] for i in rows]
+            chosen = self.vocabulary.sample(self._sampler, logits, asking, ahead)
+            for i, token_id in zip(rows, chosen, strict=True):
                 if token_id != NO_TOKEN:
                     drafts[i].append(token_id)
-            going = [i for i, t in zip(rows, sampled.token_ids, strict=True) if t != NO_TOKEN]
+            going = [i for i, t in zip(rows, chosen, strict=True) if t != NO_TOKEN]
             rows = [i for i in going if len(drafts[i]) < counts[i] and self._has_room(requests[i], len(drafts[i]))]
             if not rows:
                 return drafts

@@ -12,14 +12,18 @@ from typing import Any
 import torch
 
 from strata_lab.block_manager import BlockManager
+from strata_lab.config import EngineConfig
+from strata_lab.models.checkpoint import Checkpoint
+from strata_lab.models.draft_part import PROBE, DraftPart
 from strata_lab.runner import Step, StepInputs
 from strata_lab.settings import ConfigError
 from strata_lab.speculative.draft_model import DraftModel
+from strata_lab.speculative.draft_vocabulary import DraftVocabulary
 from strata_lab.speculative.policy import DraftPolicy
 from strata_lab.speculative.speculator import DraftTimes, Speculator
 from strata_lab.speculative.timing import measured_costs, time_ms
 
-PROBE = "The quick brown fox: 3.14, naïve café\n\tdef f(x): return x"  # what differs between tokenizers shows here
+MAX_DRAFT_BLOCKS = 4096  # of a draft model's pool: 65,536 tokens in blocks of 16; requests beyond go without guesses
 
 
 def speculator(drafter: Any, step: Step, block_size: int, device: torch.device, most: int) -> Speculator:
@@ -30,24 +34,55 @@ def speculator(drafter: Any, step: Step, block_size: int, device: torch.device, 
     return Speculator(drafter, DraftPolicy(costs, drafter.classes, most, draft_ms), most, times)
 
 
-def check_vocabulary(name: str, vocab_size: int, tokenizer: Any, target_vocab_size: int, target_tokenizer: Any) -> None:
-    """Raise `ConfigError` unless a draft model speaks the target's tokens."""
-    if vocab_size != target_vocab_size:
+def num_draft_blocks(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
+    """Blocks of a draft model's pool: what all requests could fill, within reason."""
+    return min(max_num_seqs * -(-max_model_len // block_size), MAX_DRAFT_BLOCKS)
+
+
+def draft_config(name: str, target: EngineConfig, device: torch.device, num_blocks: int) -> EngineConfig:
+    """What a draft model is made with: the target's ways, a pool of its own."""
+    return EngineConfig(
+        model=name, device=str(device), dtype=target.dtype, block_size=target.block_size, seed=target.seed,
+        num_kv_blocks=num_blocks,
+    )  # fmt: skip
+
+
+def shared_vocabulary(name: str, draft: Checkpoint, target: Checkpoint) -> DraftPart | None:
+    """How a draft's tokens become the target's: None for a draft model that speaks them itself.
+
+    Raises:
+        ConfigError: it speaks other tokens, or was trained for another model.
+    """
+    part: DraftPart | None = getattr(draft, "draft", None)
+    tokenizers = draft.tokenizer() if part is None else None, target.tokenizer()
+    split, target_split = (None if t is None else tuple(t.encode(PROBE)) for t in tokenizers)
+    vocab_size = draft.config.vocab_size
+    if part is not None:
+        split, vocab_size = part.probe, part.vocab_size
+        if draft.config.hidden_size != target.config.hidden_size:
+            raise ConfigError(
+                f"draft_model={name!r} was trained for {part.target}, {draft.config.hidden_size} wide, and the model "
+                f"is {target.config.hidden_size} wide; train one with strata train-draft, or try speculative='ngram'"
+            )
+    if vocab_size != target.config.vocab_size:
         raise ConfigError(
-            f"draft_model={name!r} has {vocab_size} tokens and the model has {target_vocab_size}: guesses must be "
-            "tokens of the model; try a smaller model of the same family, or speculative='ngram'"
+            f"draft_model={name!r} has {vocab_size} tokens and the model has {target.config.vocab_size}: guesses must "
+            "be tokens of the model; try a smaller model of the same family, or speculative='ngram'"
         )
-    both = tokenizer is not None and target_tokenizer is not None
-    if both and tokenizer.encode(PROBE) != target_tokenizer.encode(PROBE):
+    if None not in (split, target_split) and split != target_split:
         raise ConfigError(
             f"draft_model={name!r} splits text into other tokens than the model; try a smaller model of the same "
             "family, or speculative='ngram'"
         )
+    return part
 
 
-def model_drafter(step: Step, num_blocks: int, block_size: int, device: torch.device, name: str) -> DraftModel:
+def model_drafter(
+    step: Step, num_blocks: int, block_size: int, device: torch.device, name: str, part: DraftPart | None
+) -> DraftModel:
     """A draft model on a pool of `num_blocks`, with the time of one of its steps."""
-    drafter = DraftModel(step, BlockManager(num_blocks, block_size), device, name)
+    vocabulary = None if part is None else DraftVocabulary(part.to_target, part.vocab_size, device)
+    drafter = DraftModel(step, BlockManager(num_blocks, block_size), device, name, vocabulary)
     inputs = StepInputs.idle(1, 2, device)
     with torch.inference_mode():
         step(inputs)

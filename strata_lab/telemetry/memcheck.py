@@ -47,6 +47,7 @@ class Plan:
         num_kv_blocks: size of the pool; None takes what is left.
         captures: whether decode steps are captured.
         swap_bytes: pinned main memory for preempted requests.
+        draft_bytes: of the draft model, weights and pool (`speculative/forecast.py`); 0 for none.
     """
 
     config: ModelConfig
@@ -62,6 +63,7 @@ class Plan:
     num_kv_blocks: int | None = None
     captures: bool = True
     swap_bytes: int = 0
+    draft_bytes: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -79,7 +81,8 @@ class Forecast:
     """The answer.
 
     Attributes:
-        weights_bytes, kv_bytes, workspace_bytes, captures_bytes, context_bytes: parts of the device's memory.
+        weights_bytes, kv_bytes, draft_bytes, workspace_bytes, captures_bytes, context_bytes: parts of the device's
+            memory.
         total_bytes: their sum.
         limit_bytes: what may be taken: the device's memory times `gpu_memory_utilization`.
         host_pinned_bytes, host_peak_bytes: main memory: locked for swapping, and taken for a moment while loading.
@@ -93,6 +96,7 @@ class Forecast:
 
     weights_bytes: int
     kv_bytes: int
+    draft_bytes: int
     workspace_bytes: int
     captures_bytes: int
     context_bytes: int
@@ -133,7 +137,8 @@ def _measure(p: Plan) -> Forecast:
     workspace += dequantized_nbytes(p.config) if gpu else 0
     captures, context = (GRAPH_BYTES if gpu and p.captures else 0), (CONTEXT_BYTES if gpu else 0)
     limit = int(p.memory_bytes * p.gpu_memory_utilization)
-    left = limit - weights - workspace - captures - context
+    taken = weights + workspace + captures + context + p.draft_bytes
+    left = limit - taken
     blocks = _blocks(p, left if gpu else min(CPU_POOL_BYTES, left))
     kv = max(0, blocks) * p.block_bytes
     tokens = max(0, blocks) * p.block_size
@@ -142,10 +147,11 @@ def _measure(p: Plan) -> Forecast:
     return Forecast(
         weights_bytes=weights,
         kv_bytes=kv,
+        draft_bytes=p.draft_bytes,
         workspace_bytes=workspace,
         captures_bytes=captures,
         context_bytes=context,
-        total_bytes=weights + kv + workspace + captures + context,
+        total_bytes=taken + kv,
         limit_bytes=limit,
         host_pinned_bytes=p.swap_bytes,
         host_peak_bytes=conversion_nbytes(p.config),
@@ -217,6 +223,7 @@ def rows(made: Forecast) -> list[tuple[str, int, str]]:
     explained: list[tuple[str, Callable[[Forecast], int], str]] = [
         ("weights", lambda f: f.weights_bytes, "all matrices with their scales"),
         ("KV pool", lambda f: f.kv_bytes, f"{made.kv_blocks} blocks, {made.kv_tokens} tokens"),
+        ("draft model", lambda f: f.draft_bytes, "weights and KV pool of what guesses"),
         ("workspace", lambda f: f.workspace_bytes, "activations of the largest step, logits, tables"),
         ("captures", lambda f: f.captures_bytes, "CUDA graphs and libraries' handles (an allowance)"),
         ("context", lambda f: f.context_bytes, "of the driver (an allowance)"),

@@ -1,0 +1,64 @@
+"""What a draft's folder says about the model it guesses for: the "draft" part of its manifest.
+
+Such a folder has no embedding of its own and a head over some of the target's tokens (`speculative/train/`), so it can
+do nothing without the target, and says so where somebody loads it alone. Torch-free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from strata_lab.models.errors import CheckpointError
+
+EMBEDDING = "model.embed_tokens.weight"  # the target's
+PROBE = "The quick brown fox: 3.14, naïve café\n\tdef f(x): return x"  # what differs between tokenizers shows here
+
+
+@dataclass(frozen=True)
+class DraftPart:
+    """Whose draft it is.
+
+    Attributes:
+        target: the model's name.
+        vocab_size: tokens of the target.
+        to_target: the draft's tokens as the target's ids, ascending.
+        probe: how the target's tokenizer splits `PROBE`; None where it has no tokenizer.
+        facts: how it was trained, and acceptance on texts it has not seen ("before", "after").
+    """
+
+    target: str
+    vocab_size: int
+    to_target: tuple[int, ...]
+    probe: tuple[int, ...] | None
+    facts: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path, found: Any, vocab_size: int) -> DraftPart | None:
+        """The part of a manifest; None where it has none.
+
+        Raises:
+            CheckpointError: it does not fit a draft of `vocab_size` tokens.
+        """
+        if found is None:
+            return None
+        try:
+            probe = found["probe"]
+            part = cls(
+                str(found["target"]), int(found["vocab_size"]), tuple(found["to_target"]),
+                None if probe is None else tuple(int(i) for i in probe), dict(found["facts"]),
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: the draft's part is damaged ({error!r}); train the draft again") from error
+        ids = (-1, *part.to_target, part.vocab_size)
+        if not all(type(i) is int for i in ids) or any(a >= b for a, b in pairwise(ids)):
+            raise CheckpointError(
+                f"{path}: to_target must be ascending token ids below {part.vocab_size}; train the draft again"
+            )
+        if len(part.to_target) != vocab_size:
+            raise CheckpointError(
+                f"{path}: to_target has {len(part.to_target)} tokens and the head {vocab_size}; train the draft again"
+            )
+        return part

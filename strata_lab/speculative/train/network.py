@@ -1,0 +1,171 @@
+"""A model in plain torch, over whole rows and with gradients: the target that teaches, the draft that learns.
+
+Tensors have the canonical names and shapes of a checkpoint (`models/checkpoint.py`), so a draft begins as a few of the
+target's own layers and is written as it is. It computes what the engine computes; a test compares the two. Generating
+is the engine's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strata_lab.layers.rotary import rotary_table
+from strata_lab.model_config import ModelConfig
+from strata_lab.models.base import WeightSource
+from strata_lab.models.checkpoint import expected_tensors, is_linear
+from strata_lab.quant import get_format
+from strata_lab.settings import ConfigError
+from strata_lab.speculative.train.texts import Rows
+
+Tensors = dict[str, Tensor]
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+RIDGE = 1e-3  # of the mean square of a state, against directions that hardly occur
+ROWS_AT_ONCE = 4096  # rows of the target's logits that are in memory at the same time
+
+
+def read_target(source: WeightSource, device: torch.device, dtype: torch.dtype) -> Network:
+    """A dense checkpoint's model, dequantized."""
+    config = source.config
+    tensors: Tensors = {}
+    for name, _ in expected_tensors(config):
+        if is_linear(name):
+            weight = source.linear(name)
+            value = get_format(weight.format).dequantize(weight)
+        else:
+            value = source.tensor(name)
+        tensors[name] = value.to(device, dtype)
+    return Network(config, tensors)
+
+
+class Network:
+    """A model over rows of tokens.
+
+    Args:
+        config: geometry of a dense model.
+        tensors: by canonical name; a draft has no embedding of its own.
+    """
+
+    def __init__(self, config: ModelConfig, tensors: Tensors) -> None:
+        self.config, self.tensors = config, tensors
+
+    @property
+    def head(self) -> Tensor:
+        """[V, hidden]."""
+        return self.tensors[EMBEDDING if self.config.tie_word_embeddings else HEAD]
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Embedded rows [B, T, hidden], each from position 0 on -> states after the final norm, [B, T, hidden]."""
+        rotary = rotary_table(self.config, x.shape[1], x.device)
+        for index in range(self.config.num_layers):
+            prefix = f"model.layers.{index}."
+            x = x + self._attention(x, f"{prefix}self_attn.", self._norm(x, f"{prefix}input_layernorm.weight"), rotary)
+            x = x + self._mlp(self._norm(x, f"{prefix}post_attention_layernorm.weight"), f"{prefix}mlp.")
+        return self._norm(x, NORM)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        weight = self.tensors[name]
+        return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.config.rms_norm_eps)
+
+    def _attention(self, x: Tensor, prefix: str, h: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        c = self.config
+        q, k, v = (self._heads(h, f"{prefix}{part}", n) for part, n in
+                   (("q", c.num_q_heads), ("k", c.num_kv_heads), ("v", c.num_kv_heads)))  # fmt: skip
+        q, k = _rotated(q, rotary).to(v.dtype), _rotated(k, rotary).to(v.dtype)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=c.num_kv_heads != c.num_q_heads)
+        flat = out.transpose(1, 2).reshape(*x.shape[:2], -1)
+        return F.linear(flat, self.tensors[f"{prefix}o_proj.weight"])
+
+    def _heads(self, h: Tensor, name: str, count: int) -> Tensor:
+        """[B, heads, T, D]."""
+        out = F.linear(h, self.tensors[f"{name}_proj.weight"], self.tensors.get(f"{name}_proj.bias"))
+        heads = out.view(*h.shape[:2], count, self.config.head_dim)
+        norm = f"{name}_norm.weight"
+        return (self._norm(heads, norm) if norm in self.tensors else heads).transpose(1, 2)
+
+    def _mlp(self, h: Tensor, prefix: str) -> Tensor:
+        gate, up = (F.linear(h, self.tensors[f"{prefix}{part}_proj.weight"]) for part in ("gate", "up"))
+        return F.linear(F.silu(gate) * up, self.tensors[f"{prefix}down_proj.weight"])
+
+
+def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """RoPE in half-split order: [B, heads, T, D] with tables of [T, D/2], float32."""
+    cos, sin = rotary
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def check_layers(num_layers: int, config: ModelConfig) -> None:
+    """`ConfigError` unless a draft of the target of this geometry can have so many layers."""
+    most = config.num_layers
+    if not 1 <= num_layers <= most:
+        raise ConfigError(f"layers={num_layers} must be from 1 to the target's {most}; try {min(2, most)}")
+    if config.num_experts:
+        raise ConfigError("the target is a mixture of experts, and drafts are trained for dense models; try another")
+
+
+def first_draft(target: Network, num_layers: int, to_target: Tensor) -> Network:
+    """An untrained draft, float32: the target's first layers and its last, the vocabulary's rows of its head."""
+    c = target.config
+    layers = [*range(num_layers - 1), c.num_layers - 1]
+    config = replace(c, num_layers=num_layers, vocab_size=to_target.shape[0], tie_word_embeddings=False)
+    rows = to_target.to(target.head.device)
+    tensors = {NORM: target.tensors[NORM], HEAD: target.head[rows]}
+    for place, layer in enumerate(layers):
+        source, name = f"model.layers.{layer}.", f"model.layers.{place}."
+        tensors |= {name + n.removeprefix(source): t for n, t in target.tensors.items() if n.startswith(source)}
+    own = {name: value.detach().float().clone().requires_grad_() for name, value in tensors.items()}
+    return Network(config, own)
+
+
+class Teacher:
+    """What the target says at given places of rows, as the draft is to learn it.
+
+    Args:
+        network: the target.
+        to_target: the draft's vocabulary, [Vd] int64 on the target's device.
+    """
+
+    def __init__(self, network: Network, to_target: Tensor) -> None:
+        self.network, self.to_target = network, to_target
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The target's embeddings, which the draft shares: [B, T] -> [B, T, hidden]."""
+        return F.embedding(token_ids, self.network.tensors[EMBEDDING])
+
+    @torch.no_grad()
+    def log_probabilities(self, x: Tensor, places: Tensor) -> Tensor:
+        """Of the draft's tokens among all tokens of the target: [N, Vd] float32 for the N true `places` of [B, T]."""
+        return self._by_rows(x, places, self._log_probabilities)
+
+    @torch.no_grad()
+    def fit_head(self, draft: Network, batches: Iterable[Rows]) -> None:
+        """Give an untrained draft the head that makes the best of its states: those of the target, as far as a linear
+        map finds them there (least squares, ridge), under the target's own head."""
+        width = draft.config.hidden_size
+        own = torch.zeros(width, width, dtype=torch.float64, device=self.to_target.device)
+        shared = torch.zeros_like(own)
+        for rows in batches:
+            x = self.embed(rows.token_ids)
+            states = draft.hidden(x.float())[rows.learned].double()
+            own += states.T @ states
+            shared += states.T @ self.network.hidden(x)[rows.learned].double()
+        own.diagonal().add_(RIDGE * own.diagonal().mean())
+        to_states = torch.linalg.solve(own, shared)  # [hidden, hidden]: states @ to_states are the target's
+        draft.tensors[HEAD].copy_(self.network.head[self.to_target].double() @ to_states.T)
+
+    @torch.no_grad()
+    def best(self, x: Tensor, places: Tensor) -> Tensor:
+        """The target's most likely tokens, [N] int64."""
+        return self._by_rows(x, places, lambda logits: logits.argmax(dim=1))
+
+    def _log_probabilities(self, logits: Tensor) -> Tensor:
+        return logits[:, self.to_target] - logits.logsumexp(dim=1, keepdim=True)
+
+    def _by_rows(self, x: Tensor, places: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
+        rows = self.network.hidden(x)[places]
+        return torch.cat([of(F.linear(part, self.network.head).float()) for part in rows.split(ROWS_AT_ONCE)])

@@ -1,0 +1,99 @@
+"""What the target is asked, so that it writes texts to learn from: requests of many kinds, beginnings of texts.
+
+`seed_prompts.txt` was written for this project: ways of asking, things to ask about, and first sentences. Text of the
+user's own is cut into beginnings, which the target continues. The order is random and the same for the same seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strata_lab.settings import ConfigError
+
+SEEDS_FILE = Path(__file__).with_name("seed_prompts.txt")
+SECTIONS = ("requests", "topics", "openings")
+OPENING_SHARE = 0.15  # of prompts that are the beginning of a text instead of a request
+OWN_SHARE = 0.8  # of prompts that come from the user's text where there is one
+OWN_TOKENS = (24, 96)  # of a beginning cut out of the user's text, fewest and most
+
+Prompt = str | list[int] | list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """Ways of asking with "{topic}" in them, topics, and beginnings of texts."""
+
+    requests: tuple[str, ...]
+    topics: tuple[str, ...]
+    openings: tuple[str, ...]
+
+
+def read_seeds(path: Path = SEEDS_FILE) -> Seeds:
+    """The sections of a seed file, a line each; "#" begins a comment."""
+    sections: dict[str, list[str]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        text = line.strip()
+        if text.startswith("[") and text.endswith("]"):
+            sections[text[1:-1]] = []
+        elif text and not text.startswith("#"):
+            next(reversed(sections.values())).append(text)
+    assert tuple(sections) == SECTIONS, tuple(sections)
+    return Seeds(*(tuple(sections[name]) for name in SECTIONS))
+
+
+def prompts(
+    seed: int, seeds: Seeds, *, chats: bool, own: Sequence[Sequence[int]] = (), tokenizer: Any = None
+) -> Iterator[Prompt]:
+    """Prompts without end.
+
+    Args:
+        seed: of the order.
+        seeds: what to ask.
+        chats: whether the model has a chat template; without one requests are plain text.
+        own: the user's texts as token ids; most prompts are then pieces of them.
+        tokenizer: None for a model without one, which then gets pieces of `own` alone.
+
+    Raises:
+        ConfigError: there is nothing to ask a model without a tokenizer.
+    """
+    if tokenizer is None and not own:
+        raise ConfigError("a model without a tokenizer can be asked nothing; give data=[a file of recorded traffic]")
+    chance = random.Random(seed)
+    while True:
+        if own and (tokenizer is None or chance.random() < OWN_SHARE):
+            yield _piece(chance, own)
+        elif chance.random() < OPENING_SHARE:
+            yield chance.choice(seeds.openings)
+        else:
+            text = chance.choice(seeds.requests).replace("{topic}", chance.choice(seeds.topics))
+            yield [{"role": "user", "content": text}] if chats else text
+
+
+def _piece(chance: random.Random, texts: Sequence[Sequence[int]]) -> list[int]:
+    """Some tokens out of the middle of a text, each place as likely as any other."""
+    text = chance.choices(texts, [len(t) for t in texts])[0]
+    start = chance.randrange(max(1, len(text) - OWN_TOKENS[0]))
+    return list(text[start : start + chance.randint(*OWN_TOKENS)])
+
+
+def own_texts(files: Sequence[Path], tokenizer: Any) -> list[list[int]]:
+    """The user's text files as token ids; `ConfigError` for one that cannot be read or is too short."""
+    found = []
+    for path in files:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read as UTF-8 text ({error}); give .txt or .jsonl files") from error
+        if tokenizer is None:
+            raise ConfigError(f"{path} is text and the model has no tokenizer; give recorded traffic (.jsonl)")
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) <= OWN_TOKENS[0]:
+            raise ConfigError(
+                f"{path} holds {len(ids)} tokens, fewer than a beginning takes ({OWN_TOKENS[0]}); add text"
+            )
+        found.append(ids)
+    return found

@@ -1,0 +1,204 @@
+"""All of it, one phase after the other: texts, vocabulary, training, folder.
+
+What has been made lies beside the new folder until that is finished (`.NAME.training`): the texts that the target wrote
+and the state of the training. `resume` goes on from there.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from strata_lab.models.loader import open_model
+from strata_lab.settings import ConfigError
+from strata_lab.speculative.traffic import Text, TrafficFile, read_texts
+from strata_lab.speculative.train.export import write_draft
+from strata_lab.speculative.train.making import make_texts
+from strata_lab.speculative.train.measure import Acceptance, HeldOut
+from strata_lab.speculative.train.network import Teacher, check_layers, first_draft, read_target
+from strata_lab.speculative.train.prompts import own_texts, prompts, read_seeds
+from strata_lab.speculative.train.settings import Recipe
+from strata_lab.speculative.train.texts import batches, split
+from strata_lab.speculative.train.training import Course, Progress, Schedule, Training
+from strata_lab.speculative.train.vocabulary import check_count, coverage, most_used
+from strata_lab.telemetry import hardware
+
+TRAFFIC_SUFFIX = ".jsonl"
+STREAMS = {"cpu": 16, "cuda": 128}  # requests at the same time: what the steps are fastest with
+BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}  # of a step that computes prompts
+BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}  # of a training step
+PROMPT_TOKENS = 256  # room for a prompt
+KV_BLOCK = 16
+FIT_BATCHES = 4  # from which the untrained draft gets its head
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of it.
+
+    Attributes:
+        folder: give it as `draft_model`.
+        nbytes: of its tensors.
+        before, after: acceptance on texts that it has not learned from, untrained and trained.
+        course: of the training.
+    """
+
+    folder: Path
+    nbytes: int
+    before: Acceptance
+    after: Acceptance
+    course: Course
+
+
+def train_draft(recipe: Recipe, out: Path, *, resume: bool = False, progress: Progress) -> Trained:
+    """Train a draft and write it to the new folder `out`.
+
+    Args:
+        recipe: what to train.
+        out: must not exist; its parent must.
+        resume: go on with an interrupted call of the same recipe.
+        progress: called with what is being done and the fraction done of it.
+
+    Raises:
+        ConfigError: a setting, a file or the folder is wrong; CheckpointError: the target cannot be read.
+    """
+    schedule, device = schedule_of(recipe), device_of(recipe)
+    _check(recipe)
+    work = _work_folder(out, resume)
+    texts = gather(recipe, work / f"texts{TRAFFIC_SUFFIX}", progress)
+    checkpoint = open_model(recipe.target)
+    try:
+        config = checkpoint.config
+        learned, held = split(texts, schedule.most_tokens)
+        ends = [i for i in (*config.eos_token_ids, *_ends(checkpoint.tokenizer())) if i < config.vocab_size]
+        to_target = most_used(learned, recipe.vocab, config.vocab_size, ends)
+        progress("reading the target", 0.0)
+        network = read_target(checkpoint, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        teacher = Teacher(network, to_target.to(device))
+        draft = first_draft(network, recipe.layers, to_target)
+        first = islice(batches(learned, schedule.batch_tokens, schedule.most_tokens, schedule.seed), FIT_BATCHES)
+        teacher.fit_head(draft, (rows.to(device) for rows in first))
+        progress("asking the target about the texts kept for measuring", 0.0)
+        held_out = HeldOut(teacher, held, schedule.most_tokens, device)
+        training = Training(teacher, draft, learned, held_out, schedule, work / "state.pt")
+        course = training.run(progress)
+        before, after = course.measured[0][1], course.measured[-1][1]
+        facts = _facts(recipe, learned, coverage(held, to_target), course)
+        nbytes = write_draft(out, draft, to_target, checkpoint, recipe.weights, facts)
+    finally:
+        checkpoint.close()
+    shutil.rmtree(work)
+    return Trained(out, nbytes, before, after, course)
+
+
+def gather(recipe: Recipe, made: Path, progress: Progress) -> list[Text]:
+    """The texts to learn from: recorded ones, and those that the target writes into `made` where they are missing."""
+    recorded = [path for path in recipe.data if path.suffix == TRAFFIC_SUFFIX]
+    checkpoint = open_model(recipe.target)
+    vocab_size = checkpoint.config.vocab_size
+    checkpoint.close()
+    texts = [text for path in recorded for text in read_texts(path, vocab_size)]
+    written = list(read_texts(made, vocab_size)) if made.is_file() else []
+    missing = recipe.make_tokens - sum(len(text.output) for text in written)
+    if missing > 0:
+        write_texts(recipe, made, missing, recipe.seed + len(written), progress)
+        written = list(read_texts(made, vocab_size))
+    return texts + written
+
+
+def write_texts(recipe: Recipe, path: Path, tokens: int, seed: int, progress: Progress) -> None:
+    """Have the target write `tokens` into a file, behind what is there."""
+    from strata_lab.engine import LLMEngine
+
+    kind = device_of(recipe).type
+    streams = recipe.streams or STREAMS[kind]
+    checkpoint = open_model(recipe.target)
+    limit = checkpoint.config.max_position
+    checkpoint.close()
+    longest = min(PROMPT_TOKENS + recipe.output_tokens, limit)
+    options: dict[str, Any] = {
+        "device": kind, "max_num_seqs": streams, "max_num_batched_tokens": BATCHED_TOKENS[kind], "seed": recipe.seed,
+        "num_kv_blocks": streams * -(-longest // KV_BLOCK), "block_size": KV_BLOCK, "max_model_len": longest,
+        "continuous_batching": kind == "cpu",  # on a GPU a step with a prompt in it is not replayed: all begin together
+    }  # fmt: skip
+    with LLMEngine(recipe.target, on_progress=progress, **options) as engine:
+        tokenizer = engine.tokenizer
+        own = own_texts([p for p in recipe.data if p.suffix != TRAFFIC_SUFFIX], tokenizer)
+        chats = tokenizer is not None and tokenizer.chat_template is not None
+        asked = prompts(seed, read_seeds(), chats=chats, own=own, tokenizer=tokenizer)
+        output = min(recipe.output_tokens, limit // 2)
+        target = TrafficFile(path)
+        try:
+            make_texts(
+                engine, asked, target, tokens=tokens, seconds=recipe.make_seconds, output_tokens=output, seed=seed,
+                progress=progress,
+            )  # fmt: skip
+        finally:
+            target.close()
+
+
+def device_of(recipe: Recipe) -> torch.device:
+    """Where to compute; `ConfigError` for a device that is not here."""
+    if recipe.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda': torch sees no CUDA device; try device='cpu'")
+    return torch.device("cuda" if recipe.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def schedule_of(recipe: Recipe) -> Schedule:
+    """Of the training."""
+    return Schedule(
+        steps=recipe.steps, seconds=recipe.seconds, learning_rate=recipe.learning_rate, seed=recipe.seed,
+        batch_tokens=recipe.batch_tokens or BATCH_TOKENS[device_of(recipe).type],
+        most_tokens=PROMPT_TOKENS + recipe.output_tokens,
+    )  # fmt: skip
+
+
+def _check(recipe: Recipe) -> None:
+    """What would be wrong an hour later: `ConfigError`, or `CheckpointError` for a target that cannot be read."""
+    check_count(recipe.vocab)
+    missing = [str(path) for path in recipe.data if not path.is_file()]
+    if missing:
+        raise ConfigError(f"data={missing[0]!r} is no file; give texts (UTF-8) or recorded traffic ({TRAFFIC_SUFFIX})")
+    checkpoint = open_model(recipe.target)
+    try:
+        check_layers(recipe.layers, checkpoint.config)
+    finally:
+        checkpoint.close()
+
+
+def _work_folder(out: Path, resume: bool) -> Path:
+    if out.exists():
+        raise ConfigError(f"{out} exists already; give another name, or remove it first")
+    if not out.parent.is_dir():
+        raise ConfigError(f"the folder {out.parent} does not exist; make it first")
+    work = out.parent / f".{out.name}.training"
+    if work.exists() and not resume:
+        raise ConfigError(f"{work} is left of an interrupted training; go on with resume, or remove it")
+    work.mkdir(exist_ok=True)
+    return work
+
+
+def _ends(tokenizer: Any) -> tuple[int, ...]:
+    return () if tokenizer is None else tuple(tokenizer.eos_token_ids)
+
+
+def _facts(recipe: Recipe, learned: list[Text], covered: float, course: Course) -> dict[str, Any]:
+    """What the card says."""
+    shown = asdict(recipe) | {"data": [path.name for path in recipe.data], "target": Path(recipe.target).name}
+    return {
+        "recipe": shown, "texts": len(learned), "tokens": sum(len(text.output) for text in learned),
+        "greedy": sum(text.temperature == 0 for text in learned) / len(learned), "coverage": covered,
+        "steps": course.step, "places": course.tokens, "seconds": course.seconds, "loss": course.loss,
+        "hardware": _hardware(device_of(recipe)),
+        "before": course.measured[0][1].as_dict(), "after": course.measured[-1][1].as_dict(),
+        "history": [{"step": step} | measured.as_dict() for step, measured in course.measured],
+    }  # fmt: skip
+
+
+def _hardware(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else hardware.cpu_info().name

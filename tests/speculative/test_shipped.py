@@ -1,0 +1,56 @@
+"""The draft that comes with the default model: found by name, small, and what its card says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from strata_lab.config import DEFAULT_MODEL
+from strata_lab.engine import LLMEngine
+from strata_lab.models import shipped
+from strata_lab.models.hub import find_model
+from strata_lab.models.loader import open_checkpoint
+from strata_lab.sampling_params import SamplingParams
+
+NAME = f"{DEFAULT_MODEL}-draft"
+MAX_BYTES = 25_000_000  # in the wheel
+here = pytest.mark.skipif(shipped.find_shipped(NAME) is None, reason=f"{NAME} is not in this checkout")
+
+
+def test_a_shipped_draft_is_found_by_its_name_alone(tmp_path: Path) -> None:
+    (tmp_path / "some-model-draft").mkdir()
+    assert shipped.find_shipped("Some-Model-draft", tmp_path) == tmp_path / "some-model-draft"
+    assert shipped.draft_for("Some-Model", tmp_path) == "some-model-draft"
+    assert shipped.draft_for("other", tmp_path) is None
+    assert shipped.find_shipped("../some-model-draft", tmp_path) is None
+    assert shipped.find_shipped(NAME, tmp_path / "nothing") is None
+
+
+@here
+def test_the_shipped_draft_is_small_and_says_where_it_comes_from() -> None:
+    folder = shipped.find_shipped(NAME)
+    assert folder is not None
+    assert sum(path.stat().st_size for path in folder.iterdir()) < MAX_BYTES
+    draft = open_checkpoint(NAME)
+    part = draft.draft
+    draft.close()
+    assert part.target == DEFAULT_MODEL
+    assert len(part.to_target) == draft.config.vocab_size
+    first = part.facts["after"]["by_position"][0]
+    assert f"| {first:.1%} |" in (folder / "README.md").read_text()
+
+
+@here
+@pytest.mark.skipif(find_model(DEFAULT_MODEL) is None, reason=f"{DEFAULT_MODEL} is not installed; run `make model`")
+def test_the_default_model_guesses_with_it_and_is_right_as_often_as_the_card_says() -> None:
+    chat = [{"role": "user", "content": "Why do leaves change their colour in autumn?"}]
+    params = SamplingParams(temperature=0, max_tokens=48)
+    with LLMEngine(device="cpu", max_model_len=256, num_kv_blocks=32) as engine:
+        plain = engine.generate([chat], params)[0].token_ids
+        assert engine.apply(speculative="draft", num_draft_tokens=4).ok
+        engine._loop.parts.speculation.policy = None
+        assert engine.generate([chat], params)[0].token_ids == plain
+        stats = engine.stats()
+    card = open_checkpoint(NAME).draft.facts["after"]["by_position"][0]
+    assert stats.accepted_by_position[0] / stats.drafted_by_position[0] > card - 0.25
