@@ -29,6 +29,7 @@ class DecodeState(Protocol):
         inverse_temperature, top_p, min_p: [B] float64; inverse_temperature 0 is greedy.
         top_k, seed_keys, output_positions: [B] int64.
         out_tokens: [steps, B] int64, the sampled tokens; negative where only the host can tell.
+        to_target: [V] int64, the token that each logit stands for, where that is not its place.
     """
 
     input_ids: Tensor
@@ -44,6 +45,7 @@ class DecodeState(Protocol):
     seed_keys: Tensor
     output_positions: Tensor
     out_tokens: Tensor
+    to_target: Tensor | None
 
 
 class DeviceSampling(Protocol):
