@@ -24,7 +24,8 @@ from strata_lab.runner import EagerStep, StepInputs
 GRAPH_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 24, 32, 48, 64, 96, 128)
 HIGH_PRIORITY = -1  # of a CUDA stream; 0 is the lowest
 MAX_WINDOW_TOKENS = 16  # of a captured step that verifies drafts
-MAX_WINDOW_ROWS = 64  # the same, where one capture serves every sharing of its rows
+# Rows captured where one capture serves every sharing of them; few sizes, as each compiles kernels of its own.
+WINDOW_ROWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MAX_WINDOW_CAPTURES = 24
 MIN_TABLE_WIDTH = 16  # blocks; wider tables are captured in powers of two
 
@@ -159,12 +160,12 @@ class CapturedRows:
 
     def takes(self, inputs: StepInputs) -> bool:
         """Whether a step is one of verification alone, small enough to be bound by the memory that weights cross."""
-        return _verifies(inputs) and 0 < self.recorder.bucket(inputs.input_ids.shape[0]) <= MAX_WINDOW_ROWS
+        return _verifies(inputs) and inputs.input_ids.shape[0] <= WINDOW_ROWS[-1]
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         """[T, V] float32; valid until the next step."""
         num_rows, width = inputs.input_ids.shape[0], inputs.block_tables.shape[1]
-        key = self.recorder.bucket(num_rows), captured_width(width)
+        key = next(rows for rows in WINDOW_ROWS if rows >= num_rows), captured_width(width)
         if key not in self._captures:
             self._captures[key] = self._capture(*key)
             if len(self._captures) > MAX_WINDOW_CAPTURES:

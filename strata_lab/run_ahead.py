@@ -134,7 +134,10 @@ class RunAhead:
             flight = self._flight = self._take_off(batch.items) if self._eligible(batch) else None
         if flight is None:
             return self.runner.run(batch)
-        self._extend(flight, batch)
+        if batch.num_draft_tokens:  # tokens that are on their way need no guess; those behind them are verified
+            batch.drop_drafts()
+        else:
+            self._extend(flight, batch)
         tokens, step_ms = self._pop(flight, batch)
         if min(tokens) < 0:  # no best logit, or a draw outside of the head: the host decides and knows the reason
             self._flight = None
@@ -244,14 +247,7 @@ class RunAhead:
 
     def _eligible(self, batch: ScheduledBatch) -> bool:
         """Whether the device can decode and sample all of the batch by itself."""
-        return (
-            batch.is_decode_only
-            and self.recorder.bucket(len(batch.items)) > 0
-            and all(
-                item.samples and item.request.params.logprobs is None and not edits_logits(item.request.params)
-                for item in batch.items
-            )
-        )
+        return batch.is_decode_only and self.recorder.bucket(len(batch.items)) > 0 and sampled_on_device(batch)
 
     def _take_off(self, items: list[ScheduledRequest]) -> _Flight | None:
         """Write the batch into a captured state and queue its first steps; None where blocks for them are missing."""
@@ -282,36 +278,50 @@ class RunAhead:
     def _graph(self, num_seqs: int, width: int, *, drawn: bool) -> _Graph:
         key = (num_seqs, width, drawn)
         if key not in self._graphs:
-            steps = STEPS_PER_REPLAY if num_seqs <= SMALL_BATCH else 1
-            state = self.sampling.state(num_seqs, width, steps)
-            inputs = self._inputs(state)
-            sample = self.sampling.drawn if drawn else self.sampling.greedy
-
-            def work() -> Tensor:
-                for step in range(steps):
-                    sample(self.eager.every_row(inputs), state, step)
-                return state.out_tokens
-
             task = f"capturing the step of {num_seqs} up to {width * self.block_size} tokens"
             self.progress(task, 0.0)
-            before = self._free_bytes()
-            replay, _ = self.recorder.record(work, self.device)
-            self.capture_bytes += max(0, before - self._free_bytes())
-            self._graphs[key] = _Graph(state, steps, replay)
+            before = free_bytes(self.device)
+            self._graphs[key] = self.captured_by(self.recorder, num_seqs, width, drawn=drawn)
+            self.capture_bytes += max(0, before - free_bytes(self.device))
             self.progress(task, 1.0)
         return self._graphs[key]
 
-    def _free_bytes(self) -> int:
-        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+    def captured_by(self, recorder: Recorder, num_seqs: int, width: int, *, drawn: bool) -> _Graph:
+        """A capture of its own: an idle state, and the steps that work on it."""
+        steps = STEPS_PER_REPLAY if num_seqs <= SMALL_BATCH else 1
+        state = self.sampling.state(num_seqs, width, steps)
+        inputs = decode_inputs(state)
+        sample = self.sampling.drawn if drawn else self.sampling.greedy
 
-    def _inputs(self, state: DecodeState) -> StepInputs:
-        """A decode step that reads its inputs where the sampling of the step before writes them."""
-        num_seqs, width = state.block_tables.shape
-        return replace(
-            StepInputs.idle(num_seqs, width, self.device),
-            input_ids=state.input_ids,
-            positions=state.positions,
-            slot_mapping=state.slot_mapping,
-            block_tables=state.block_tables,
-            seq_lens=state.seq_lens,
-        )
+        def work() -> Tensor:
+            for step in range(steps):
+                sample(self.eager.every_row(inputs), state, step)
+            return state.out_tokens
+
+        return _Graph(state, steps, recorder.record(work, self.device)[0])
+
+
+def sampled_on_device(batch: ScheduledBatch) -> bool:
+    """Whether every item gets a token, and the device's sampling can choose it."""
+    return all(
+        item.samples and item.request.params.logprobs is None and not edits_logits(item.request.params)
+        for item in batch.items
+    )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a GPU; 0 elsewhere."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def decode_inputs(state: DecodeState) -> StepInputs:
+    """A decode step that reads its inputs where the sampling of the step before writes them."""
+    num_seqs, width = state.block_tables.shape
+    return replace(
+        StepInputs.idle(num_seqs, width, state.input_ids.device),
+        input_ids=state.input_ids,
+        positions=state.positions,
+        slot_mapping=state.slot_mapping,
+        block_tables=state.block_tables,
+        seq_lens=state.seq_lens,
+    )

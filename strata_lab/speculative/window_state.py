@@ -29,7 +29,7 @@ class WindowState:
     """B requests and room for `most` drafts of each, at fixed addresses.
 
     Attributes:
-        base: where each request is: the token to feed, its position, as in a plain decode step [B]. Length 0 is padding.
+        base: where each request is: the token to feed, its position, as in a plain decode step [B]; length 0 pads.
         previous_ids: [B] int64, the token before it.
         pairs: of the draft model's first step, the rows of these two tokens [2B].
         drafts: of its other steps [B]; the block tables are those of its own pool.
@@ -49,9 +49,18 @@ class WindowState:
     @classmethod
     def empty(
         cls, sampling: DeviceSampling, draft_sampling: DeviceSampling, num_seqs: int, widths: tuple[int, int],
-        most: int, block_size: int, to_target: Tensor | None,
+        most: int, block_size: int, to_target: Tensor,
     ) -> WindowState:  # fmt: skip
-        """All padding. `widths`: blocks of a table of the target's pool and of the draft model's."""
+        """All padding.
+
+        Args:
+            sampling, draft_sampling: of the target's tokens and of the draft model's.
+            num_seqs: B.
+            widths: blocks of a table of the target's pool and of the draft model's.
+            most: drafts of a request.
+            block_size: tokens of a block.
+            to_target: [Vd] int64, the target's token for each of the draft model's.
+        """
         rows = sampling.state((1 + most) * num_seqs, widths[0], 1)
         base, pairs = sampling.state(num_seqs, widths[0], 1), draft_sampling.state(2 * num_seqs, widths[1], 1)
         drafts = draft_sampling.state(num_seqs, widths[1], most)

@@ -106,7 +106,8 @@ class DecodeState:
         out_tokens: [steps, B] int64: what each step sampled, `UNRESOLVED` (-1) where `draw` could not tell, -2 where a
             row had no largest logit.
         scratch: memory of the sampling kernels.
-        to_target: [V] int64, the token that each logit stands for; None where that is its place.
+        to_target: of guesses, [V] int64: the token that each logit stands for. A guess is never negative: what cannot
+            be told may as well be the first.
     """
 
     input_ids: Tensor
@@ -238,7 +239,7 @@ def advance(
 ):  # fmt: skip
     """Record the row's token and make it the next input; the numbers are those of `upcoming`, read before."""
     if to_target is not None:
-        token = tl.where(token >= 0, tl.load(to_target + tl.maximum(token, 0)), token)
+        token = tl.load(to_target + tl.maximum(token, 0))
     live = seq_len > 0
     more = slot >= 0
     tl.debug_barrier()  # every warp has read before one of them writes
