@@ -81,7 +81,7 @@ class TorchSampling:
             slot_mapping=full(-1), block_tables=torch.zeros(num_seqs, table_width, dtype=torch.int32),
             inverse_temperature=full(0, torch.float64), top_k=full(self.vocab_size), top_p=full(1, torch.float64),
             min_p=full(0, torch.float64), seed_keys=full(0), output_positions=full(0),
-            out_tokens=torch.zeros(steps, num_seqs, dtype=torch.int64),
+            out_tokens=torch.zeros(steps, num_seqs, dtype=torch.int64), to_target=None,
         )  # fmt: skip
 
     def greedy(self, logits: Tensor, state: Any, step: int) -> None:
@@ -91,7 +91,8 @@ class TorchSampling:
         best, tokens = best_token(logits)
         filters = Filters(
             torch.where(state.inverse_temperature > 0, state.inverse_temperature, 1.0)[:, None],
-            state.top_k[:, None], state.top_p[:, None], state.min_p[:, None], all_top_k=False,
+            state.top_k[:, None].clamp(max=self.vocab_size), state.top_p[:, None], state.min_p[:, None],
+            all_top_k=False,
         )  # fmt: skip
         keys = state.seed_keys.numpy().view(np.uint64)
         uniform = torch.from_numpy(uniforms(keys, state.output_positions.tolist()))
@@ -100,6 +101,8 @@ class TorchSampling:
 
     def _advance(self, tokens: Tensor, state: Any, step: int) -> None:
         live = state.seq_lens > 0
+        if state.to_target is not None:
+            tokens = state.to_target[tokens.clamp(min=0)]
         state.out_tokens[step] = torch.where(live, tokens, 0)
         goes_on = live & (state.seq_lens < state.max_seq_lens)
         state.input_ids.copy_(torch.where(goes_on, tokens.clamp(min=0), 0))
