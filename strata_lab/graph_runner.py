@@ -30,6 +30,11 @@ MAX_WINDOW_CAPTURES = 24
 MIN_TABLE_WIDTH = 16  # blocks; wider tables are captured in powers of two
 
 
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a GPU; 0 elsewhere."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
 def captured_width(blocks: int) -> int:
     """The width of block table that is captured for tables of `blocks`."""
     return max(MIN_TABLE_WIDTH, 1 << (blocks - 1).bit_length())
@@ -68,6 +73,12 @@ class CapturedStep:
         self.eager, self.recorder = eager, recorder
         self.windows = (CapturedWindows if recorder.ragged else CapturedRows)(eager, recorder)
         self._captures: dict[tuple[int, int], _Capture] = {}
+        self._capture_bytes = 0
+
+    @property
+    def capture_bytes(self) -> int:
+        """Device memory that its captures took."""
+        return self._capture_bytes + self.windows.capture_bytes
 
     def prepare(self, progress: Callable[[float], None]) -> None:
         """Capture the step of one request; others are captured when they are first needed."""
@@ -95,8 +106,9 @@ class CapturedStep:
 
     def _capture(self, num_seqs: int, width: int) -> _Capture:
         device = self.eager.model.rotary[0].device
-        inputs = StepInputs.idle(num_seqs, width, device)
+        inputs, before = StepInputs.idle(num_seqs, width, device), free_bytes(device)
         replay, logits = self.recorder.record(lambda: self.eager.every_row(inputs), device)
+        self._capture_bytes += max(0, before - free_bytes(device))
         self._captures[num_seqs, width] = _Capture(replay, inputs, logits)
         return self._captures[num_seqs, width]
 
@@ -108,6 +120,8 @@ class CapturedWindows:
     saves is a small part of the step, and its results take half a megabyte per token on the default model. The captures
     used last are kept.
     """
+
+    capture_bytes = 0  # main memory is not counted
 
     def __init__(self, eager: EagerStep, recorder: Recorder) -> None:
         self.eager, self.recorder = eager, recorder
@@ -152,11 +166,15 @@ class CapturedRows:
 
     Every row stands as a request of one token that sees what lies before it (`StepInputs.apart`), so a capture serves
     any number of requests and any sharing of its rows between them. The captures used last are kept.
+
+    Attributes:
+        capture_bytes: device memory that they took.
     """
 
     def __init__(self, eager: EagerStep, recorder: Recorder) -> None:
         self.eager, self.recorder = eager, recorder
         self._captures: OrderedDict[tuple[int, int], _Capture] = OrderedDict()
+        self.capture_bytes = 0
 
     def takes(self, inputs: StepInputs) -> bool:
         """Whether a step is one of verification alone, small enough to be bound by the memory that weights cross."""
@@ -178,8 +196,9 @@ class CapturedRows:
 
     def _capture(self, num_rows: int, width: int) -> _Capture:
         device = self.eager.model.rotary[0].device
-        inputs = replace(StepInputs.idle(num_rows, width, device), apart=True)
+        inputs, before = replace(StepInputs.idle(num_rows, width, device), apart=True), free_bytes(device)
         replay, logits = self.recorder.record(lambda: self.eager.every_row(inputs), device)
+        self.capture_bytes += max(0, before - free_bytes(device))
         return _Capture(replay, inputs, logits)
 
 

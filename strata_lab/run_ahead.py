@@ -23,7 +23,7 @@ from torch import Tensor
 
 from strata_lab.batch import ScheduledBatch, ScheduledRequest
 from strata_lab.device_sampling import DecodeState, DeviceSampling, fill
-from strata_lab.graph_runner import MIN_TABLE_WIDTH, Recorder, captured_width
+from strata_lab.graph_runner import MIN_TABLE_WIDTH, Recorder, captured_width, free_bytes
 from strata_lab.request import Request
 from strata_lab.runner import EagerStep, Runner, StepInputs, StepResult
 from strata_lab.sampler import SampledTokens
@@ -94,9 +94,6 @@ class RunAhead:
         sampling: the device's sampling.
         clock: makes the events that mark the end of a step.
         progress: called with a task and a fraction while a step is captured.
-
-    Attributes:
-        capture_bytes: device memory that the captures took.
     """
 
     lookahead = LOOKAHEAD_TOKENS
@@ -114,10 +111,15 @@ class RunAhead:
     ) -> None:
         self.runner, self.eager, self.recorder, self.sampling = runner, eager, recorder, sampling
         self.clock, self.progress = clock, progress
-        self.capture_bytes = 0
+        self._capture_bytes = 0
         self.block_size, self.device = runner.block_size, runner.device
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}
         self._flight: _Flight | None = None
+
+    @property
+    def capture_bytes(self) -> int:
+        """Device memory that captures took, those of the runner beneath included."""
+        return self._capture_bytes + self.runner.capture_bytes
 
     @torch.inference_mode()
     def prepare(self) -> None:
@@ -282,7 +284,7 @@ class RunAhead:
             self.progress(task, 0.0)
             before = free_bytes(self.device)
             self._graphs[key] = self.captured_by(self.recorder, num_seqs, width, drawn=drawn)
-            self.capture_bytes += max(0, before - free_bytes(self.device))
+            self._capture_bytes += max(0, before - free_bytes(self.device))
             self.progress(task, 1.0)
         return self._graphs[key]
 
@@ -307,11 +309,6 @@ def sampled_on_device(batch: ScheduledBatch) -> bool:
         item.samples and item.request.params.logprobs is None and not edits_logits(item.request.params)
         for item in batch.items
     )
-
-
-def free_bytes(device: torch.device) -> int:
-    """Free memory of a GPU; 0 elsewhere."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def decode_inputs(state: DecodeState) -> StepInputs:

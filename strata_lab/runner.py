@@ -187,9 +187,13 @@ class Runner:
     def __init__(self, step: Step, sampler: Sampler, block_size: int, device: torch.device) -> None:
         self.step, self.sampler, self.block_size, self.device = step, sampler, block_size, device
 
-    capture_bytes = 0  # device memory of captures
     lookahead = 0  # tokens that it wants blocks reserved for
     max_model_len = 0  # longest request, for runners that compute ahead of the scheduler
+
+    @property
+    def capture_bytes(self) -> int:
+        """Device memory that captures of its step took."""
+        return getattr(self.step, "capture_bytes", 0)
 
     def settle(self) -> None:
         """Wait until nothing of it runs on the device any more: there is nothing left behind between two steps."""

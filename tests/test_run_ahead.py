@@ -272,6 +272,27 @@ def test_random_traffic_in_a_small_pool_changes_no_token(
     assert recorder.count > 10
 
 
+def test_guesses_of_the_host_wait_for_the_tokens_that_are_on_their_way(folder: Any, plain: LLMEngine) -> None:
+    """Every third step brings guesses, half of them right: queued steps are used up, then the guesses are verified."""
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    expected = alone(plain, prompts(1)[0], params).token_ids
+    made, recorder = engine(folder, ahead=True)
+    with made:
+        name = made.add_request(prompts(1)[0], params)
+        request = made._loop.session(name).request
+        for number in range(80):
+            if request.is_decoding and number % 3 == 0:
+                done = request.num_output_tokens
+                request.draft_token_ids = [*expected[done : done + 2], 5]
+            if not made.step():
+                break
+        assert made.output(name).token_ids == expected
+        steps = [e for e in made.events.since(0)[0] if isinstance(e, StepEvent)]
+        assert made.stats().kv_blocks_used == 0
+    assert max(len(e.tokens) for e in steps) >= 3, "some were verified"
+    assert recorder.count > 5, "and some steps were computed ahead"
+
+
 def test_prompts_in_the_lane_are_booked_while_streams_decode(folder: Any, plain: LLMEngine) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     long = [(3 + 7 * i) % 250 + 3 for i in range(50)]

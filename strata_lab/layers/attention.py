@@ -106,7 +106,7 @@ class FusedAttention:
             q = ops.qkv_rope_append(
                 qkv, step.cos, step.sin, *written, c.num_q_heads, c.num_kv_heads, kv.k_scale, kv.v_scale
             )
-            out = ops.paged_attention(q, kv.k, kv.v, *read, **scales).view(x.shape[0], -1)
+            out = ops.paged_attention(q, kv.k, kv.v, *read, **scales).reshape(x.shape[0], -1)
         else:
             out = ops.qkv_attention(
                 qkv, step.cos, step.sin, *written, *read, num_q_heads=c.num_q_heads, num_kv_heads=c.num_kv_heads,

@@ -28,7 +28,7 @@ from strata_lab.run_ahead import RunAhead, sampled_on_device
 from strata_lab.runner import StepResult
 from strata_lab.sampler import SampledTokens
 from strata_lab.scheduler import most_slots
-from strata_lab.speculative.cycles import Captured, Cycles
+from strata_lab.speculative.cycles import MIN_WIDTH, Captured, Cycles
 from strata_lab.speculative.draft_model import DraftModel
 
 REQUESTS = (1, 2, 4)  # captured; with more, plain steps are better filled
@@ -263,7 +263,7 @@ class DraftAhead:
             return None
         blocks = max(*(-(-end // size) for end in reach), *(len(item.block_table) for item in items))
         num_seqs = next(count for count in REQUESTS if count >= len(items))
-        widths = captured_width(blocks), captured_width(max(map(len, known)))
+        widths = [max(MIN_WIDTH, captured_width(count)) for count in (blocks, max(map(len, known)))]
         captured = self.cycles.captured(num_seqs, *widths, drawn=drawn)
         state = captured.state
         fill(state.base, items, size, self.ahead.eager.model.config.vocab_size, self.max_model_len)

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from strata_lab.device_sampling import DeviceSampling
-from strata_lab.graph_runner import MIN_TABLE_WIDTH, Recorder
-from strata_lab.run_ahead import RunAhead, decode_inputs, free_bytes
+from strata_lab.graph_runner import Recorder, free_bytes
+from strata_lab.run_ahead import RunAhead, decode_inputs
 from strata_lab.runner import EagerStep
 from strata_lab.speculative.costs import StepCosts
 from strata_lab.speculative.window_state import WindowOps, WindowState
 
 DRAFTS = (1, 2, 3, 5, 7)  # of a captured cycle: the target's rows are one more, and few sizes compile few kernels
+MIN_WIDTH = 64  # blocks of a captured table: a longer text captures all of them again
 TIMED_REPLAYS = 5
 
 
@@ -108,8 +109,8 @@ class Cycles:
     @torch.inference_mode()
     def costs(self) -> StepCosts:
         """Milliseconds of a plain step of one request, and of a cycle by its tokens; captures what it times."""
-        plain = self.ahead.captured_by(self.recorder, 1, MIN_TABLE_WIDTH, drawn=False)
-        captured = self.captured(1, MIN_TABLE_WIDTH, MIN_TABLE_WIDTH, drawn=False)
+        plain = self.ahead.captured_by(self.recorder, 1, MIN_WIDTH, drawn=False)
+        captured = self.captured(1, MIN_WIDTH, MIN_WIDTH, drawn=False)
         windows = {1 + count: self._ms(captured.replays[count, False]) for count in self.drafts}
         return StepCosts({1: self._ms(plain.replay) / plain.steps}, windows)
 
