@@ -131,9 +131,9 @@ class RunAhead:
         """Tokens of the batch, in its order; computed ahead where possible."""
         if not batch.num_decode_tokens:  # prompts alone leave the queued steps as they are
             return self.runner.run(batch)
+        if not self.goes_on(batch):
+            self._flight = self._take_off(batch.items) if self._eligible(batch) else None
         flight = self._flight
-        if flight is None or not flight.units or not self._continues(flight, batch):
-            flight = self._flight = self._take_off(batch.items) if self._eligible(batch) else None
         if flight is None:
             return self.runner.run(batch)
         if batch.num_draft_tokens:  # tokens that are on their way need no guess; those behind them are verified
@@ -176,9 +176,10 @@ class RunAhead:
 
     # -- what was computed ahead ----------------------------------------------------------------------------------
 
-    def _continues(self, flight: _Flight, batch: ScheduledBatch) -> bool:
-        """Whether the next queued step computes what `batch` asks for (and perhaps idle rows besides)."""
-        if batch.num_prefill_tokens:
+    def goes_on(self, batch: ScheduledBatch) -> bool:
+        """Whether the next queued step computes what `batch` asks for, drafts aside (and perhaps idle rows besides)."""
+        flight = self._flight
+        if flight is None or not flight.units or batch.num_prefill_tokens:
             return False
         for item in batch.items:
             row = flight.rows.get(id(item.request), -1)

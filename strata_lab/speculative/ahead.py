@@ -131,7 +131,8 @@ class DraftAhead:
         flight, wanted = self._flight, max(len(item.drafts) for item in batch.items)
         if flight is not None and not self._continues(flight, batch):
             flight = self._land()
-        if flight is None and wanted and self._eligible(batch):
+        plain = flight is None and self.ahead.goes_on(batch)  # steps without drafts that are queued are used up first
+        if flight is None and not plain and wanted and self._eligible(batch):
             flight = self._take_off(batch.items)
         if flight is not None:
             if wanted and len(batch.items) == len(flight.requests):
@@ -139,7 +140,8 @@ class DraftAhead:
             if flight.units and (result := self._next(flight, batch)) is not None:
                 return result
         self._land()
-        batch.drop_drafts()
+        if not plain:
+            batch.drop_drafts()
         return self.ahead.run(batch)
 
     def settle(self) -> None:
