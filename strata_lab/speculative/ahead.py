@@ -128,17 +128,13 @@ class DraftAhead:
         """Tokens of the batch; where it has drafts, those that the device made, verified."""
         if not batch.num_decode_tokens:  # prompts alone leave the queued cycles as they are
             return self.ahead.run(batch)
-        flight, wanted = self._flight, max(len(item.drafts) for item in batch.items)
-        if flight is not None and not self._continues(flight, batch):
-            flight = self._land()
+        wanted = max(len(item.drafts) for item in batch.items)
+        flight = self._going_on(batch, wanted)
         plain = flight is None and self.ahead.goes_on(batch)  # steps without drafts that are queued are used up first
         if flight is None and not plain and wanted and self._eligible(batch):
-            flight = self._take_off(batch.items)
-        if flight is not None:
-            if wanted and len(batch.items) == len(flight.requests):
-                self._extend(flight, batch.items, wanted)
-            if flight.units and (result := self._next(flight, batch)) is not None:
-                return result
+            flight = self._take_off(batch.items, wanted)
+        if flight is not None and flight.units and (result := self._next(flight, batch)) is not None:
+            return result
         self._land()
         if not plain:
             batch.drop_drafts()
@@ -156,6 +152,17 @@ class DraftAhead:
 
     def _eligible(self, batch: ScheduledBatch) -> bool:
         return not batch.num_prefill_tokens and len(batch.items) <= REQUESTS[-1] and sampled_on_device(batch)
+
+    def _going_on(self, batch: ScheduledBatch, wanted: int) -> _Flight | None:
+        """The flight in the air, with cycles for this batch; None, and none is in the air, where it has none."""
+        flight = self._flight
+        if flight is not None and self._continues(flight, batch):
+            if wanted and len(batch.items) == len(flight.requests):
+                self._extend(flight, batch.items, wanted)
+            if flight.units:
+                return flight
+        self._land()
+        return None
 
     def _continues(self, flight: _Flight, batch: ScheduledBatch) -> bool:
         """Whether the next queued cycle begins where `batch` does (and perhaps has idle rows besides)."""
@@ -252,8 +259,11 @@ class DraftAhead:
 
     # -- a new batch ----------------------------------------------------------------------------------------------
 
-    def _take_off(self, items: list[ScheduledRequest]) -> _Flight | None:
-        """Write the batch into a captured state; None where the draft model has no room for it or does not know it."""
+    def _take_off(self, items: list[ScheduledRequest], wanted: int) -> _Flight | None:
+        """Write the batch into a captured state and queue its first cycles, if there are blocks for one.
+
+        None where the draft model has no room for the texts or does not know them.
+        """
         size, drawn = self.block_size, any(not item.request.params.greedy for item in items)
         last = [most_slots(item.request, self.max_model_len) for item in items]
         reach = [min(item.start + self.lookahead, end) for item, end in zip(items, last, strict=True)]
@@ -280,7 +290,7 @@ class DraftAhead:
         state.spread()
         started = self.ahead.clock()
         started.record()
-        self._flight = _Flight(
+        self._flight = flight = _Flight(
             captured=captured,
             drawn=drawn,
             requests=[item.request for item in items],
@@ -291,4 +301,5 @@ class DraftAhead:
             known=[(len(item.block_table), len(table)) for item, table in zip(items, known, strict=True)],
             started=started,
         )
-        return self._flight
+        self._extend(flight, items, wanted)
+        return flight
