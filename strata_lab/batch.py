@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from strata_lab.request import Request
 
+TO_BE_GUESSED = -1
 Pairs = Sequence[tuple[int, int]]  # (from, to): blocks of one pool, or of the pool and of host memory
 
 
@@ -25,7 +26,8 @@ class ScheduledRequest:
         num_tokens: tokens to compute, drafts included; their keys and values are written in this step.
         block_table: live list of the request's blocks; covers `start + num_tokens` tokens.
         samples: whether the step yields the request's next token (as of the moment the step was built).
-        drafts: guesses at its next tokens, computed behind its last one to see which of them come true.
+        drafts: guesses at its next tokens, computed behind its last one to see which of them come true. `TO_BE_GUESSED`
+            stands for one that the runner makes.
     """
 
     request: Request
@@ -59,7 +61,6 @@ class ScheduledBatch:
         preempted: requests that lost their blocks to make room for it.
         num_decode_tokens: tokens of the decodes without their drafts, which is also their number.
         num_prefill_tokens: tokens of the prompt slices (recomputed output tokens included).
-        num_draft_tokens: drafts that the decodes take along.
         copies: (block, block) of the pool: whose content a request needs in a block of its own (`Scheduler.fork`).
         swap_out: (block, host block): what requests that lost their blocks want back.
         swap_in: (host block, block): what they get back.
@@ -75,12 +76,22 @@ class ScheduledBatch:
     copies: Pairs = ()
     swap_out: Pairs = ()
     swap_in: Pairs = ()
-    num_draft_tokens: int = 0
 
     @property
     def has_moves(self) -> bool:
         """Whether blocks must be copied before it is computed."""
         return bool(self.copies or self.swap_out or self.swap_in)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts that the decodes take along."""
+        return sum(len(item.drafts) for item in self.items)
+
+    def drop_drafts(self) -> None:
+        """Compute it without the guesses."""
+        for item in self.items:
+            item.num_tokens -= len(item.drafts)
+            item.drafts = ()
 
     def takers(self, counts: Sequence[int] | None) -> list[tuple[ScheduledRequest, bool]]:
         """Whose each sampled token is, and whether it was a draft: an item that samples gets one token, or its number

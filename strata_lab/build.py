@@ -42,6 +42,7 @@ from strata_lab.resolve import ProgressFn, Resolver
 from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import EagerStep, Runner, StepInputs
 from strata_lab.sampler import Sampler
+from strata_lab.speculative.ahead import DraftAhead
 from strata_lab.speculative.draft_model import DraftModel
 from strata_lab.speculative.make import draft_config, model_drafter, num_draft_blocks, shared_vocabulary, speculator
 from strata_lab.speculative.ngram import NgramDrafter
@@ -61,7 +62,7 @@ class Parts:
     optimizations: Optimizations
     weights: ModelWeights
     kv: KVCache
-    runner: Runner | RunAhead
+    runner: Runner | RunAhead | DraftAhead
     admission: ContinuousAdmission | StaticAdmission
     prefill: MixedPrefill | SplitPrefill
     lane: PrefillLane | None
@@ -98,11 +99,12 @@ class Builder(Resolver):
             self._runners = {}
         assert resolved.max_model_len is not None
         runner, basis = self._runner(resolved, weights, kv), self._basis(resolved)
+        speculation = self._speculation(resolved, runner, weights, kv)
         return Parts(
             optimizations=resolved,
             weights=weights,
             kv=kv,
-            runner=runner,
+            runner=speculation.runner or runner,
             admission=ContinuousAdmission() if resolved.continuous_batching else StaticAdmission(),
             prefill=self._prefill() if resolved.pd_split else MixedPrefill(),
             lane=self._lane(resolved, weights, kv) if resolved.pd_split else None,
@@ -113,7 +115,7 @@ class Builder(Resolver):
             governor=self._governor(resolved.thermal_governor, resolved.max_num_seqs, current),
             preemption=self._preemption(host_blocks, current, weights),
             host_blocks=host_blocks,
-            speculation=self._speculation(resolved, runner, weights, kv),
+            speculation=speculation,
             max_model_len=resolved.max_model_len,
             swapped=dict(self.swapped),
         )
@@ -290,8 +292,7 @@ class Builder(Resolver):
             eager = self._eager(resolved, weights, kv)
             captured = isinstance(_plain_runner(runner).step, CapturedStep)
             step = CapturedStep(eager, self._recorder()) if captured else eager
-            most = resolved.num_draft_tokens
-            self._runners[key] = speculator(drafter, step, self.config.block_size, self.device, most)
+            self._runners[key] = speculator(drafter, step, runner, resolved.num_draft_tokens, self._recorder)
             self.progress("measuring what verification costs", 1.0)
         return self._runners[key]
 

@@ -29,6 +29,7 @@ class DecodeState(Protocol):
         inverse_temperature, top_p, min_p: [B] float64; inverse_temperature 0 is greedy.
         top_k, seed_keys, output_positions: [B] int64.
         out_tokens: [steps, B] int64, the sampled tokens; negative where only the host can tell.
+        to_target: of guesses, [V] int64: the token that each logit stands for; they are never negative.
     """
 
     input_ids: Tensor
@@ -44,6 +45,7 @@ class DecodeState(Protocol):
     seed_keys: Tensor
     output_positions: Tensor
     out_tokens: Tensor
+    to_target: Tensor | None
 
 
 class DeviceSampling(Protocol):
@@ -72,11 +74,12 @@ class GpuSampling:
     """
 
     def __init__(self, block_size: int, vocab_size: int, device: torch.device) -> None:
-        from strata_lab.kernels.gpu import sampling, sampling_draw  # here: a CPU needs no Triton
+        from strata_lab.kernels.gpu import sampling, sampling_draw, window_state  # here: a CPU needs no Triton
 
         self._empty = sampling.DecodeState.empty
         self._shape = (block_size, vocab_size, device)
         self.greedy, self.drawn = sampling.sample_greedy, sampling_draw.sample_drawn
+        self.windows = window_state.WINDOWS
 
     def state(self, num_seqs: int, table_width: int, steps: int) -> DecodeState:
         """An idle state: every row pads."""

@@ -24,8 +24,15 @@ from strata_lab.runner import EagerStep, StepInputs
 GRAPH_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 24, 32, 48, 64, 96, 128)
 HIGH_PRIORITY = -1  # of a CUDA stream; 0 is the lowest
 MAX_WINDOW_TOKENS = 16  # of a captured step that verifies drafts
+# Rows captured where one capture serves every sharing of them; few sizes, as each compiles kernels of its own.
+WINDOW_ROWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MAX_WINDOW_CAPTURES = 24
 MIN_TABLE_WIDTH = 16  # blocks; wider tables are captured in powers of two
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a GPU; 0 elsewhere."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def captured_width(blocks: int) -> int:
@@ -64,8 +71,14 @@ class CapturedStep:
 
     def __init__(self, eager: EagerStep, recorder: Recorder) -> None:
         self.eager, self.recorder = eager, recorder
-        self.windows = CapturedWindows(eager, recorder)
+        self.windows = (CapturedWindows if recorder.ragged else CapturedRows)(eager, recorder)
         self._captures: dict[tuple[int, int], _Capture] = {}
+        self._capture_bytes = 0
+
+    @property
+    def capture_bytes(self) -> int:
+        """Device memory that its captures took."""
+        return self._capture_bytes + self.windows.capture_bytes
 
     def prepare(self, progress: Callable[[float], None]) -> None:
         """Capture the step of one request; others are captured when they are first needed."""
@@ -93,8 +106,9 @@ class CapturedStep:
 
     def _capture(self, num_seqs: int, width: int) -> _Capture:
         device = self.eager.model.rotary[0].device
-        inputs = StepInputs.idle(num_seqs, width, device)
+        inputs, before = StepInputs.idle(num_seqs, width, device), free_bytes(device)
         replay, logits = self.recorder.record(lambda: self.eager.every_row(inputs), device)
+        self._capture_bytes += max(0, before - free_bytes(device))
         self._captures[num_seqs, width] = _Capture(replay, inputs, logits)
         return self._captures[num_seqs, width]
 
@@ -107,15 +121,15 @@ class CapturedWindows:
     used last are kept.
     """
 
+    capture_bytes = 0  # main memory is not counted
+
     def __init__(self, eager: EagerStep, recorder: Recorder) -> None:
         self.eager, self.recorder = eager, recorder
         self._captures: OrderedDict[tuple[int, int, int], _Capture] = OrderedDict()
 
     def takes(self, inputs: StepInputs) -> bool:
-        """Whether a step is one of verification alone, small enough, on a device that can replay it."""
-        num_tokens = inputs.input_ids.shape[0]
-        every_row = inputs.sample_rows.shape[0] == num_tokens and inputs.embedded is None
-        return self.recorder.ragged and every_row and num_tokens <= MAX_WINDOW_TOKENS
+        """Whether a step is one of verification alone, and small enough."""
+        return _verifies(inputs) and inputs.input_ids.shape[0] <= MAX_WINDOW_TOKENS
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         """[T, V] float32; valid until the next step."""
@@ -144,6 +158,47 @@ class CapturedWindows:
             max_q_len=num_tokens,
         )
         replay, logits = self.recorder.record(lambda: self.eager.every_row(inputs), device)
+        return _Capture(replay, inputs, logits)
+
+
+class CapturedRows:
+    """Steps that verify drafts, where the grids of a capture are fixed: one capture per (rows, block-table width).
+
+    Every row stands as a request of one token that sees what lies before it (`StepInputs.apart`), so a capture serves
+    any number of requests and any sharing of its rows between them. The captures used last are kept.
+
+    Attributes:
+        capture_bytes: device memory that they took.
+    """
+
+    def __init__(self, eager: EagerStep, recorder: Recorder) -> None:
+        self.eager, self.recorder = eager, recorder
+        self._captures: OrderedDict[tuple[int, int], _Capture] = OrderedDict()
+        self.capture_bytes = 0
+
+    def takes(self, inputs: StepInputs) -> bool:
+        """Whether a step is one of verification alone, small enough to be bound by the memory that weights cross."""
+        return _verifies(inputs) and inputs.input_ids.shape[0] <= WINDOW_ROWS[-1]
+
+    def __call__(self, inputs: StepInputs) -> Tensor:
+        """[T, V] float32; valid until the next step."""
+        num_rows, width = inputs.input_ids.shape[0], inputs.block_tables.shape[1]
+        key = next(rows for rows in WINDOW_ROWS if rows >= num_rows), captured_width(width)
+        if key not in self._captures:
+            self._captures[key] = self._capture(*key)
+            if len(self._captures) > MAX_WINDOW_CAPTURES:
+                self._captures.popitem(last=False)
+        self._captures.move_to_end(key)
+        capture = self._captures[key]
+        _fill(capture.inputs, _one_by_one(inputs))
+        capture.replay()
+        return capture.logits[:num_rows]
+
+    def _capture(self, num_rows: int, width: int) -> _Capture:
+        device = self.eager.model.rotary[0].device
+        inputs, before = replace(StepInputs.idle(num_rows, width, device), apart=True), free_bytes(device)
+        replay, logits = self.recorder.record(lambda: self.eager.every_row(inputs), device)
+        self.capture_bytes += max(0, before - free_bytes(device))
         return _Capture(replay, inputs, logits)
 
 
@@ -257,6 +312,21 @@ class CompiledStep:
     def __call__(self, inputs: StepInputs) -> Tensor:
         """[S, V] float32."""
         return self._run(inputs)[inputs.sample_rows] if inputs.max_q_len == 1 else self.eager(inputs)
+
+
+def _verifies(inputs: StepInputs) -> bool:
+    """Whether every row of a step needs its logits and looks its token up."""
+    return inputs.sample_rows.shape[0] == inputs.input_ids.shape[0] and inputs.embedded is None
+
+
+def _one_by_one(inputs: StepInputs) -> StepInputs:
+    """The same rows, each as a request of one token."""
+    tables, starts, num_rows = inputs.block_tables, inputs.cu_seqlens_q, inputs.input_ids.shape[0]
+    if tables.shape[0] == 1:
+        tables = tables.expand(num_rows, -1)
+    else:
+        tables = tables.repeat_interleave((starts[1:] - starts[:-1]).long(), 0, output_size=num_rows)
+    return replace(inputs, block_tables=tables, seq_lens=(inputs.positions + 1).int(), apart=True)
 
 
 def _fill(static: StepInputs, inputs: StepInputs) -> None:

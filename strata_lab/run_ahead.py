@@ -23,7 +23,7 @@ from torch import Tensor
 
 from strata_lab.batch import ScheduledBatch, ScheduledRequest
 from strata_lab.device_sampling import DecodeState, DeviceSampling, fill
-from strata_lab.graph_runner import MIN_TABLE_WIDTH, Recorder, captured_width
+from strata_lab.graph_runner import MIN_TABLE_WIDTH, Recorder, captured_width, free_bytes
 from strata_lab.request import Request
 from strata_lab.runner import EagerStep, Runner, StepInputs, StepResult
 from strata_lab.sampler import SampledTokens
@@ -94,9 +94,6 @@ class RunAhead:
         sampling: the device's sampling.
         clock: makes the events that mark the end of a step.
         progress: called with a task and a fraction while a step is captured.
-
-    Attributes:
-        capture_bytes: device memory that the captures took.
     """
 
     lookahead = LOOKAHEAD_TOKENS
@@ -114,10 +111,15 @@ class RunAhead:
     ) -> None:
         self.runner, self.eager, self.recorder, self.sampling = runner, eager, recorder, sampling
         self.clock, self.progress = clock, progress
-        self.capture_bytes = 0
+        self._capture_bytes = 0
         self.block_size, self.device = runner.block_size, runner.device
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}
         self._flight: _Flight | None = None
+
+    @property
+    def capture_bytes(self) -> int:
+        """Device memory that captures took, those of the runner beneath included."""
+        return self._capture_bytes + self.runner.capture_bytes
 
     @torch.inference_mode()
     def prepare(self) -> None:
@@ -129,12 +131,15 @@ class RunAhead:
         """Tokens of the batch, in its order; computed ahead where possible."""
         if not batch.num_decode_tokens:  # prompts alone leave the queued steps as they are
             return self.runner.run(batch)
+        if not self.goes_on(batch):
+            self._flight = self._take_off(batch.items) if self._eligible(batch) else None
         flight = self._flight
-        if flight is None or not flight.units or not self._continues(flight, batch):
-            flight = self._flight = self._take_off(batch.items) if self._eligible(batch) else None
         if flight is None:
             return self.runner.run(batch)
-        self._extend(flight, batch)
+        if batch.num_draft_tokens:  # tokens that are on their way need no guess; those behind them are verified
+            batch.drop_drafts()
+        else:
+            self._extend(flight, batch)
         tokens, step_ms = self._pop(flight, batch)
         if min(tokens) < 0:  # no best logit, or a draw outside of the head: the host decides and knows the reason
             self._flight = None
@@ -171,9 +176,10 @@ class RunAhead:
 
     # -- what was computed ahead ----------------------------------------------------------------------------------
 
-    def _continues(self, flight: _Flight, batch: ScheduledBatch) -> bool:
-        """Whether the next queued step computes what `batch` asks for (and perhaps idle rows besides)."""
-        if batch.num_prefill_tokens:
+    def goes_on(self, batch: ScheduledBatch) -> bool:
+        """Whether the next queued step computes what `batch` asks for, drafts aside (and perhaps idle rows besides)."""
+        flight = self._flight
+        if flight is None or not flight.units or batch.num_prefill_tokens:
             return False
         for item in batch.items:
             row = flight.rows.get(id(item.request), -1)
@@ -244,14 +250,7 @@ class RunAhead:
 
     def _eligible(self, batch: ScheduledBatch) -> bool:
         """Whether the device can decode and sample all of the batch by itself."""
-        return (
-            batch.is_decode_only
-            and self.recorder.bucket(len(batch.items)) > 0
-            and all(
-                item.samples and item.request.params.logprobs is None and not edits_logits(item.request.params)
-                for item in batch.items
-            )
-        )
+        return batch.is_decode_only and self.recorder.bucket(len(batch.items)) > 0 and sampled_on_device(batch)
 
     def _take_off(self, items: list[ScheduledRequest]) -> _Flight | None:
         """Write the batch into a captured state and queue its first steps; None where blocks for them are missing."""
@@ -282,36 +281,45 @@ class RunAhead:
     def _graph(self, num_seqs: int, width: int, *, drawn: bool) -> _Graph:
         key = (num_seqs, width, drawn)
         if key not in self._graphs:
-            steps = STEPS_PER_REPLAY if num_seqs <= SMALL_BATCH else 1
-            state = self.sampling.state(num_seqs, width, steps)
-            inputs = self._inputs(state)
-            sample = self.sampling.drawn if drawn else self.sampling.greedy
-
-            def work() -> Tensor:
-                for step in range(steps):
-                    sample(self.eager.every_row(inputs), state, step)
-                return state.out_tokens
-
             task = f"capturing the step of {num_seqs} up to {width * self.block_size} tokens"
             self.progress(task, 0.0)
-            before = self._free_bytes()
-            replay, _ = self.recorder.record(work, self.device)
-            self.capture_bytes += max(0, before - self._free_bytes())
-            self._graphs[key] = _Graph(state, steps, replay)
+            before = free_bytes(self.device)
+            self._graphs[key] = self.captured_by(self.recorder, num_seqs, width, drawn=drawn)
+            self._capture_bytes += max(0, before - free_bytes(self.device))
             self.progress(task, 1.0)
         return self._graphs[key]
 
-    def _free_bytes(self) -> int:
-        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+    def captured_by(self, recorder: Recorder, num_seqs: int, width: int, *, drawn: bool) -> _Graph:
+        """A capture of its own: an idle state, and the steps that work on it."""
+        steps = STEPS_PER_REPLAY if num_seqs <= SMALL_BATCH else 1
+        state = self.sampling.state(num_seqs, width, steps)
+        inputs = decode_inputs(state)
+        sample = self.sampling.drawn if drawn else self.sampling.greedy
 
-    def _inputs(self, state: DecodeState) -> StepInputs:
-        """A decode step that reads its inputs where the sampling of the step before writes them."""
-        num_seqs, width = state.block_tables.shape
-        return replace(
-            StepInputs.idle(num_seqs, width, self.device),
-            input_ids=state.input_ids,
-            positions=state.positions,
-            slot_mapping=state.slot_mapping,
-            block_tables=state.block_tables,
-            seq_lens=state.seq_lens,
-        )
+        def work() -> Tensor:
+            for step in range(steps):
+                sample(self.eager.every_row(inputs), state, step)
+            return state.out_tokens
+
+        return _Graph(state, steps, recorder.record(work, self.device)[0])
+
+
+def sampled_on_device(batch: ScheduledBatch) -> bool:
+    """Whether every item gets a token, and the device's sampling can choose it."""
+    return all(
+        item.samples and item.request.params.logprobs is None and not edits_logits(item.request.params)
+        for item in batch.items
+    )
+
+
+def decode_inputs(state: DecodeState) -> StepInputs:
+    """A decode step that reads its inputs where the sampling of the step before writes them."""
+    num_seqs, width = state.block_tables.shape
+    return replace(
+        StepInputs.idle(num_seqs, width, state.input_ids.device),
+        input_ids=state.input_ids,
+        positions=state.positions,
+        slot_mapping=state.slot_mapping,
+        block_tables=state.block_tables,
+        seq_lens=state.seq_lens,
+    )

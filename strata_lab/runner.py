@@ -54,6 +54,7 @@ class StepInputs:
         sample_rows: which of the T rows need logits, [S] int64.
         max_q_len: at least the tokens of any one request; 1 for a pure decode step.
         embedded: what takes the place of token embeddings; None nearly always.
+        apart: as in `StepContext`.
     """
 
     input_ids: Tensor
@@ -65,6 +66,7 @@ class StepInputs:
     sample_rows: Tensor
     max_q_len: int
     embedded: EmbeddedRows | None = None
+    apart: bool = False
 
     @classmethod
     def of(cls, batch: ScheduledBatch, block_size: int, device: torch.device) -> StepInputs:
@@ -155,8 +157,9 @@ class EagerStep:
         model, ops = self.model, self.model.ops
         cos, sin = (ops.take_rows(table, inputs.positions) for table in model.rotary)
         step = StepContext(
-            cos, sin, inputs.slot_mapping, inputs.block_tables, inputs.seq_lens, inputs.cu_seqlens_q, inputs.max_q_len
-        )
+            cos, sin, inputs.slot_mapping, inputs.block_tables, inputs.seq_lens, inputs.cu_seqlens_q, inputs.max_q_len,
+            inputs.apart,
+        )  # fmt: skip
         x = model.embed(inputs.input_ids, self.dtype)
         if inputs.embedded is not None:
             x = inputs.embedded.put(x)
@@ -184,9 +187,13 @@ class Runner:
     def __init__(self, step: Step, sampler: Sampler, block_size: int, device: torch.device) -> None:
         self.step, self.sampler, self.block_size, self.device = step, sampler, block_size, device
 
-    capture_bytes = 0  # device memory of captures
     lookahead = 0  # tokens that it wants blocks reserved for
     max_model_len = 0  # longest request, for runners that compute ahead of the scheduler
+
+    @property
+    def capture_bytes(self) -> int:
+        """Device memory that captures of its step took."""
+        return getattr(self.step, "capture_bytes", 0)
 
     def settle(self) -> None:
         """Wait until nothing of it runs on the device any more: there is nothing left behind between two steps."""

@@ -122,10 +122,8 @@ class Scheduler(Roster):
                 self._reserve(item)
         copies, out, back = self._take_moves()
         items = list(step.items.values())
-        num_drafts = take_drafts(items, step.budget, self.blocks, len(self.running), self.max_model_len)
-        return ScheduledBatch(
-            items, step.preempted, num_decode_tokens, num_prefill_tokens, copies, out, back, num_drafts
-        )
+        take_drafts(items, step.budget, self.blocks, len(self.running), self.max_model_len)
+        return ScheduledBatch(items, step.preempted, num_decode_tokens, num_prefill_tokens, copies, out, back)
 
     def _serve_decodes(self, decodes: list[Request], step: _Step) -> int:
         """Serve them first in a step; how many got a place."""

@@ -22,6 +22,8 @@ from strata_lab.memory_forecast import conversion_nbytes
 from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import Runner, StepResult
 from strata_lab.settings import ConfigError
+from strata_lab.speculative.ahead import DraftAhead
+from strata_lab.speculative.speculator import NoSpeculation
 from strata_lab.telemetry import hardware
 
 GIB = 1 << 30
@@ -30,8 +32,13 @@ GIB = 1 << 30
 class Parked(Runner):
     """Stands where a runner was while there are no weights."""
 
-    def __init__(self, runner: Runner | RunAhead) -> None:
+    def __init__(self, runner: Runner | RunAhead | DraftAhead) -> None:
         self.lookahead, self.max_model_len = runner.lookahead, runner.max_model_len
+
+    @property
+    def capture_bytes(self) -> int:
+        """None: they went with the weights."""
+        return 0
 
     def run(self, batch: ScheduledBatch) -> StepResult:
         """Only after a failed exchange whose old weights could not be loaded again either."""
@@ -77,7 +84,8 @@ def exchange(builder: Builder, loop: EngineLoop, after: Optimizations) -> float:
         nonlocal took_ms
         loop.settle()
         current = loop.parts
-        loop.parts = emptied = replace(current, runner=Parked(current.runner), lane=None)
+        parked, none = Parked(current.runner), NoSpeculation()  # a drafter may hold captures
+        loop.parts = emptied = replace(current, runner=parked, lane=None, speculation=none)
         if current.lane is not None:
             current.lane.close()
         before, failure = current.optimizations, None

@@ -11,9 +11,10 @@ import torch
 from strata_lab.engine import LLMEngine
 from strata_lab.graph_runner import CapturedStep, CompiledStep, CpuRecorder
 from strata_lab.kernels.cpu.build import CpuKernelsUnavailable, load
-from strata_lab.runner import StepInputs
+from strata_lab.runner import Slice, StepInputs
 from strata_lab.sampling_params import SamplingParams
 from tests.checkpoints import write_checkpoint
+from tests.test_run_ahead import Replays
 
 try:
     load()
@@ -75,6 +76,32 @@ def test_plain_and_fused_compositions_agree_bit_for_bit(engine) -> None:
                 rows = step(decode_inputs(engine, 2, position)).clone()
             logits.append(rows)
     assert torch.equal(*logits)
+
+
+class Fixed(Replays):
+    """Captures whose grids are fixed, as a GPU's."""
+
+    ragged = False
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_rows_that_stand_as_requests_get_the_logits_of_their_windows(engine, fused) -> None:
+    """Windows of any lengths, from any tables, replay what was captured for as many rows or a few more."""
+    engine.apply(fused_kernels=fused)
+    eager, size = engine._loop.parts.runner.step, engine.config.block_size
+    captured = CapturedStep(eager, recorder := Fixed())
+    shapes = ([(3, 20)], [(2, 17), (1, 5)], [(5, 30), (2, 1)], [(1, 3), (4, 40)], [(6, 9)])
+    with torch.inference_mode():
+        for number, windows in enumerate(shapes):
+            parts = [
+                Slice(torch.randint(0, 300, (count,)).tolist(), start, [4 * i + j for j in range(4)], count)
+                for i, (count, start) in enumerate(windows)
+            ]
+            inputs = StepInputs.gather(parts, size, engine.device)
+            expected = eager(inputs).clone()
+            torch.testing.assert_close(captured(inputs), expected, rtol=1e-5, atol=1e-5)
+            assert recorder.count == number + 1, "replayed"
+    assert len(captured.windows._captures) == 3, "for 3, 6 and 8 rows"
 
 
 def test_a_prompt_slice_of_one_token_samples_nothing(engine) -> None:

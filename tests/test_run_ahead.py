@@ -81,7 +81,7 @@ class TorchSampling:
             slot_mapping=full(-1), block_tables=torch.zeros(num_seqs, table_width, dtype=torch.int32),
             inverse_temperature=full(0, torch.float64), top_k=full(self.vocab_size), top_p=full(1, torch.float64),
             min_p=full(0, torch.float64), seed_keys=full(0), output_positions=full(0),
-            out_tokens=torch.zeros(steps, num_seqs, dtype=torch.int64),
+            out_tokens=torch.zeros(steps, num_seqs, dtype=torch.int64), to_target=None,
         )  # fmt: skip
 
     def greedy(self, logits: Tensor, state: Any, step: int) -> None:
@@ -91,7 +91,8 @@ class TorchSampling:
         best, tokens = best_token(logits)
         filters = Filters(
             torch.where(state.inverse_temperature > 0, state.inverse_temperature, 1.0)[:, None],
-            state.top_k[:, None], state.top_p[:, None], state.min_p[:, None], all_top_k=False,
+            state.top_k[:, None].clamp(max=self.vocab_size), state.top_p[:, None], state.min_p[:, None],
+            all_top_k=False,
         )  # fmt: skip
         keys = state.seed_keys.numpy().view(np.uint64)
         uniform = torch.from_numpy(uniforms(keys, state.output_positions.tolist()))
@@ -100,6 +101,8 @@ class TorchSampling:
 
     def _advance(self, tokens: Tensor, state: Any, step: int) -> None:
         live = state.seq_lens > 0
+        if state.to_target is not None:
+            tokens = state.to_target[tokens.clamp(min=0)]
         state.out_tokens[step] = torch.where(live, tokens, 0)
         goes_on = live & (state.seq_lens < state.max_seq_lens)
         state.input_ids.copy_(torch.where(goes_on, tokens.clamp(min=0), 0))
@@ -267,6 +270,27 @@ def test_random_traffic_in_a_small_pool_changes_no_token(
         got = outputs[index].token_ids
         assert got == (expected[: len(got)] if index in aborted else expected), index
     assert recorder.count > 10
+
+
+def test_guesses_of_the_host_wait_for_the_tokens_that_are_on_their_way(folder: Any, plain: LLMEngine) -> None:
+    """Every third step brings guesses, half of them right: queued steps are used up, then the guesses are verified."""
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    expected = alone(plain, prompts(1)[0], params).token_ids
+    made, recorder = engine(folder, ahead=True)
+    with made:
+        name = made.add_request(prompts(1)[0], params)
+        request = made._loop.session(name).request
+        for number in range(80):
+            if request.is_decoding and number % 3 == 0:
+                done = request.num_output_tokens
+                request.draft_token_ids = [*expected[done : done + 2], 5]
+            if not made.step():
+                break
+        assert made.output(name).token_ids == expected
+        steps = [e for e in made.events.since(0)[0] if isinstance(e, StepEvent)]
+        assert made.stats().kv_blocks_used == 0
+    assert max(len(e.tokens) for e in steps) >= 3, "some were verified"
+    assert recorder.count > 5, "and some steps were computed ahead"
 
 
 def test_prompts_in_the_lane_are_booked_while_streams_decode(folder: Any, plain: LLMEngine) -> None:

@@ -26,6 +26,8 @@ class StepContext:
         seq_lens: tokens in the cache per request, this step's included, [B] int32.
         cu_seqlens_q: [B + 1] int32, prefix sums of this step's tokens per request.
         max_q_len: most tokens of one request in this step; 1 for a pure decode step.
+        apart: the rows of a request stand as several requests of one token, so that every key and value of the step
+            must be written before any row reads them.
     """
 
     cos: Tensor
@@ -35,6 +37,7 @@ class StepContext:
     seq_lens: Tensor
     cu_seqlens_q: Tensor
     max_q_len: int
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,17 @@ class FusedAttention:
         """[T, hidden] -> [T, hidden], residual included; `ahead`: what the MLP will read whole."""
         c, ops = self.config, self.ops
         qkv = ops.linear(x, w.qkv, w.qkv_bias, norm_weight=w.norm, norm_eps=c.rms_norm_eps)
-        out = ops.qkv_attention(
-            qkv, step.cos, step.sin, w.q_norm, w.k_norm, c.rms_norm_eps, kv.k, kv.v, step.slot_mapping,
-            step.block_tables, step.seq_lens, step.cu_seqlens_q, num_q_heads=c.num_q_heads,
-            num_kv_heads=c.num_kv_heads, max_q_len=step.max_q_len, scale=self.scale, k_scale=kv.k_scale,
-            v_scale=kv.v_scale, ahead=ahead,
-        )  # fmt: skip
+        written = (w.q_norm, w.k_norm, c.rms_norm_eps, kv.k, kv.v, step.slot_mapping)
+        read = (step.block_tables, step.seq_lens, step.cu_seqlens_q)
+        scales = {"max_q_len": step.max_q_len, "scale": self.scale, "k_scale": kv.k_scale, "v_scale": kv.v_scale}
+        if step.apart:
+            q = ops.qkv_rope_append(
+                qkv, step.cos, step.sin, *written, c.num_q_heads, c.num_kv_heads, kv.k_scale, kv.v_scale
+            )
+            out = ops.paged_attention(q, kv.k, kv.v, *read, **scales).reshape(x.shape[0], -1)
+        else:
+            out = ops.qkv_attention(
+                qkv, step.cos, step.sin, *written, *read, num_q_heads=c.num_q_heads, num_kv_heads=c.num_kv_heads,
+                ahead=ahead, **scales,
+            )  # fmt: skip
         return ops.linear(out, w.out, residual=x)

@@ -30,6 +30,7 @@ class _Follower:
     """What the drafter has of one text: the tokens in its cache, the last ones perhaps wrong guesses."""
 
     computed: list[int] = field(default_factory=list)
+    flying: bool = False  # the device drafts for it by itself
 
     def shared(self, token_ids: list[int]) -> int:
         """Tokens of the text that are in the cache; one is always left to be computed."""
@@ -77,6 +78,9 @@ class DraftModel:
         budget, evidence, slices = CATCH_UP_TOKENS, [], []
         for request in requests:
             follower = self._followers.setdefault(request, _Follower())
+            if follower.flying:
+                evidence.append(1)
+                continue
             start = follower.shared(request.token_ids)
             missing = request.num_tokens - 1 - start
             ready = self.blocks.can_grow(request.request_id, request.num_tokens)
@@ -114,6 +118,25 @@ class DraftModel:
                             requests[i].num_tokens + len(drafts[i]) - 1, 1)
                 for i in rows
             ]  # fmt: skip
+
+    def fly(self, request: Request, num_tokens: int) -> list[int] | None:
+        """Let the device draft for a request by itself, from its last two tokens on.
+
+        Returns the block table, which covers `num_tokens`; None where that cannot be, or where it does not know the
+        text. To be called again for more tokens, until `land`.
+        """
+        follower = self._followers.get(request)
+        if follower is None or not self.blocks.can_grow(request.request_id, num_tokens):
+            return None
+        if not follower.flying and follower.shared(request.token_ids) < request.num_tokens - 2:
+            return None
+        follower.flying = True
+        return self.blocks.grow(request.request_id, num_tokens)
+
+    def land(self, request: Request) -> None:
+        """The device drafts no more for a request, whose last two tokens are still to be computed."""
+        if (follower := self._followers.get(request)) is not None and follower.flying:
+            follower.flying, follower.computed = False, request.token_ids[: request.num_tokens - 2]
 
     def _has_room(self, request: Request, num_drafts: int) -> bool:
         return self.blocks.can_grow(request.request_id, request.num_tokens + num_drafts)

@@ -13,10 +13,15 @@ import torch
 
 from strata_lab.block_manager import BlockManager
 from strata_lab.config import EngineConfig
+from strata_lab.device_sampling import GpuSampling
+from strata_lab.graph_runner import Recorder
 from strata_lab.models.checkpoint import Checkpoint
 from strata_lab.models.draft_part import PROBE, DraftPart
-from strata_lab.runner import Step, StepInputs
+from strata_lab.run_ahead import RunAhead
+from strata_lab.runner import EagerStep, Runner, Step, StepInputs
 from strata_lab.settings import ConfigError
+from strata_lab.speculative.ahead import AheadDrafter, DraftAhead
+from strata_lab.speculative.cycles import Cycles
 from strata_lab.speculative.draft_model import DraftModel
 from strata_lab.speculative.draft_vocabulary import DraftVocabulary
 from strata_lab.speculative.policy import DraftPolicy
@@ -26,12 +31,35 @@ from strata_lab.speculative.timing import measured_costs, time_ms
 MAX_DRAFT_BLOCKS = 4096  # of a draft model's pool: 65,536 tokens in blocks of 16; requests beyond go without guesses
 
 
-def speculator(drafter: Any, step: Step, block_size: int, device: torch.device, most: int) -> Speculator:
-    """A drafter with its policy, which knows what steps of the target cost."""
-    costs = measured_costs(step, block_size, device)
+def speculator(
+    drafter: Any, step: Step, runner: Runner | RunAhead, most: int, recorder: Callable[[], Recorder]
+) -> Speculator:
+    """A drafter with its policy, which knows what steps of the target cost.
+
+    Args:
+        drafter: makes the guesses.
+        step: the target's, to be timed.
+        runner: what runs it; where it decodes ahead of the host and a model drafts, drafts are made ahead as well.
+        most: guesses per request and step.
+        recorder: makes one that captures here.
+    """
+    if isinstance(runner, RunAhead) and isinstance(drafter, DraftModel):
+        return _ahead(drafter, runner, most, recorder())
+    costs = measured_costs(step, runner.block_size, runner.device)
     times = DraftTimes(drafter.first_ms()) if drafter.costs_time else None
     draft_ms: Callable[[int], float] = times or (lambda count: 0.0)
     return Speculator(drafter, DraftPolicy(costs, drafter.classes, most, draft_ms), most, times)
+
+
+def _ahead(model: DraftModel, runner: RunAhead, most: int, recorder: Recorder) -> Speculator:
+    drafting = getattr(model.step, "eager", model.step)
+    assert isinstance(drafting, EagerStep), type(drafting)
+    num_logits = drafting.model.weights.head.shape[0]
+    sampling = GpuSampling(runner.block_size, num_logits, runner.device)
+    cycles = Cycles(runner, drafting, sampling, model.vocabulary.to_target, sampling.windows, recorder, most)
+    drafter = AheadDrafter(model)
+    policy = DraftPolicy(cycles.costs(), drafter.classes, most)
+    return Speculator(drafter, policy, most, runner=DraftAhead(runner, model, cycles))
 
 
 def num_draft_blocks(max_num_seqs: int, max_model_len: int, block_size: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from strata_lab.batch import ScheduledBatch
 from strata_lab.events import Draft, SpeculationEvent
@@ -23,6 +23,8 @@ DRAFT_TIME_SHARE = 0.2  # of the latest drafting time in its average
 
 class Speculation(Protocol):
     """What the loop calls."""
+
+    runner: Any  # that makes the guesses and verifies them; None where the engine's ordinary one does
 
     @property
     def status(self) -> tuple[str, str]:
@@ -48,6 +50,7 @@ class NoSpeculation:
     """`Speculation` that never guesses."""
 
     status = ("none", "")
+    runner = None
 
     def prepare(self, running: Sequence[Request]) -> None:
         """Nothing to prepare."""
@@ -66,6 +69,7 @@ class Speculator:
         most: guesses per request and step at most.
         times: of a drafter that costs time; what it takes is told to it.
         clock_s: for that time.
+        runner: that makes the guesses, where it is not the drafter itself.
     """
 
     def __init__(
@@ -75,7 +79,9 @@ class Speculator:
         most: int,
         times: DraftTimes | None = None,
         clock_s: Callable[[], float] = time.perf_counter,
+        runner: Any = None,
     ) -> None:
+        self.runner = runner
         self.drafter, self.policy, self.most, self.times, self._clock_s = drafter, policy, most, times, clock_s
         self._evidence: dict[Request, int] = {}
 

@@ -27,7 +27,16 @@ from triton.runtime.jit import JITFunction
 
 ARCHITECTURES = (89, 90, 120)  # RTX 4090, H100/H200, RTX 5090
 MAX_SHARED_BYTES = 99 * 1024  # what one program may have on an RTX 3090, 4090 and 5090
-MODULES = ("linear", "attention_decode", "attention_prefill", "elementwise", "moe", "sampling", "invariant")
+MODULES = (
+    "linear",
+    "attention_decode",
+    "attention_prefill",
+    "elementwise",
+    "moe",
+    "sampling",
+    "invariant",
+    "window_state",
+)
 _ALIGNMENT = 16
 
 

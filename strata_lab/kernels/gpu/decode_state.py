@@ -106,6 +106,8 @@ class DecodeState:
         out_tokens: [steps, B] int64: what each step sampled, `UNRESOLVED` (-1) where `draw` could not tell, -2 where a
             row had no largest logit.
         scratch: memory of the sampling kernels.
+        to_target: of guesses, [V] int64: the token that each logit stands for. A guess is never negative: what cannot
+            be told may as well be the first.
     """
 
     input_ids: Tensor
@@ -124,6 +126,7 @@ class DecodeState:
     output_positions: Tensor
     out_tokens: Tensor
     scratch: Scratch
+    to_target: Tensor | None = None
 
     @classmethod
     def empty(
@@ -171,6 +174,7 @@ class DecodeState:
             self.max_seq_lens,
             self.output_positions,
             self.out_tokens,
+            self.to_target,
         )
 
 
@@ -231,9 +235,11 @@ def upcoming(
 @triton.jit
 def advance(
     token, position, slot, seq_len, drawn, row, step,
-    input_ids, positions, seq_lens, slot_mapping, output_positions, out_tokens,
+    input_ids, positions, seq_lens, slot_mapping, output_positions, out_tokens, to_target,
 ):  # fmt: skip
     """Record the row's token and make it the next input; the numbers are those of `upcoming`, read before."""
+    if to_target is not None:
+        token = tl.load(to_target + tl.maximum(token, 0))
     live = seq_len > 0
     more = slot >= 0
     tl.debug_barrier()  # every warp has read before one of them writes

@@ -52,7 +52,7 @@ def greedy_config(num_seqs: int) -> GreedyConfig:
 @triton.jit(do_not_specialize=["table_width", "step"])
 def _greedy_kernel(
     logits, stride, partials, arrivals,
-    input_ids, positions, seq_lens, slot_mapping, block_tables, max_seq_lens, output_positions, out_tokens,
+    input_ids, positions, seq_lens, slot_mapping, block_tables, max_seq_lens, output_positions, out_tokens, to_target,
     table_width, step,
     V: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, PARTS_POW2: tl.constexpr,
     PDL: tl.constexpr,
@@ -76,7 +76,7 @@ def _greedy_kernel(
         token = tl.where(is_best(best), key_ids(best), -2)
         advance(
             token, position, slot, seq_len, drawn, row, step,
-            input_ids, positions, seq_lens, slot_mapping, output_positions, out_tokens,
+            input_ids, positions, seq_lens, slot_mapping, output_positions, out_tokens, to_target,
         )  # fmt: skip
 
 

@@ -163,7 +163,7 @@ def _drawn_token(
 def _draw_kernel(
     best, sums, candidates, num_candidates, head,
     inverse_temperatures, top_ks, top_ps, min_ps, seed_keys,
-    input_ids, positions, seq_lens, slot_mapping, block_tables, max_seq_lens, output_positions, out_tokens,
+    input_ids, positions, seq_lens, slot_mapping, block_tables, max_seq_lens, output_positions, out_tokens, to_target,
     table_width, step,
     V: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAPACITY: tl.constexpr, PARTS: tl.constexpr, PARTS_POW2: tl.constexpr,
     LENGTH: tl.constexpr, HEAD_SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
@@ -207,7 +207,7 @@ def _draw_kernel(
     token = tl.where(is_best(best_key), token, -2)
     advance(
         token, position, slot, seq_len, drawn, row, step,
-        input_ids, positions, seq_lens, slot_mapping, output_positions, out_tokens,
+        input_ids, positions, seq_lens, slot_mapping, output_positions, out_tokens, to_target,
     )  # fmt: skip
 
 
