@@ -115,7 +115,11 @@ TEXT_KINDS = (
     TextKind("translate", "a list of words in two languages", _translate, chat=False, temperature=0.5),
     TextKind("question", "a question about three paragraphs", _question),
     TextKind(
-        "loop", "texts that go round in circles", lambda p, n: p["chants"][n % 10] * (1 + n // 10), chat=False, loops=True
+        "loop",
+        "texts that go round in circles",
+        lambda p, n: p["chants"][n % 10] * (1 + n // 10),
+        chat=False,
+        loops=True,
     ),
 )
 

@@ -155,6 +155,20 @@ def write_results(name: str, records: Iterable[Record], folder: Path | str | Non
     return path
 
 
+def join_results(name: str, records: Iterable[Record], folder: Path | str | None = None) -> Path:
+    """`write_results` for a run in pieces: records of the file that are not measured anew stay, before the new ones."""
+    made = list(records)
+    path = (Path(folder) if folder is not None else REPOSITORY / "docs" / "results") / f"{name}.json"
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    replaced = {record.name for record in made}
+    kept = [
+        Record(**(r | {"spread": None if r["spread"] is None else Spread(**r["spread"])}))
+        for r in earlier
+        if r["name"] not in replaced
+    ]
+    return write_results(name, [*kept, *made], folder)
+
+
 def interleave(variants: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
     """Run every variant once per round, each round in the opposite order of the last one.
 
