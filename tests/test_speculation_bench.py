@@ -1,4 +1,4 @@
-"""Laws of the measurement of speculation: same texts on both sides, loops never count, pieces join, bars say what failed."""
+"""Laws of the measurement of speculation: same texts on both sides, no loop counts, pieces join, bars fail."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def engine(tmp_path_factory):
         yield made
 
 
-def record(name: str, net: float, *, loops: int = 0, batch: int = 1, **conditions):
-    known = {"drafter": "ngram", "workload": name, "batch": batch, "copies": False, "loops": False, "model": "m"}
+def record(name: str, net: float, *, loops: int = 0, batch: int = 1, copies: bool = False, made_to_loop: bool = False):
+    conditions = {"drafter": "ngram", "workload": name, "batch": batch, "copies": copies, "loops": made_to_loop}
     metrics = {
         "net": net, "loops": loops, "texts": 4, "accepted_by_position": [3, 1], "drafted_by_position": [4, 4],
         "plain_tok_s": 50.0, "output_tok_s": 50.0 * net, "tokens_per_step": 1.5, "drafted_steps": 0.25, "kinds": {},
     }  # fmt: skip
     environment = Environment({"cpu": "test", "threads": 1, "load_average": 0.0}, {"python": "3"}, "2026-01-01", "abc")
     return environment.record(
-        f"speculation/ngram/{name}/x{batch}", script="s", conditions=known | conditions, metrics=metrics,
+        f"speculation/ngram/{name}/x{batch}", script="s", conditions=conditions, metrics=metrics,
         spread=Spread.of([net]),
     )  # fmt: skip
 
@@ -106,8 +106,10 @@ def test_a_check_drafts_in_every_step_and_names_the_request_that_differs(engine,
 
 def test_drafts_of_loops_are_told_apart_in_the_figures() -> None:
     one = speculation.Pass(10.0, ((1, 2),), (), 4, 0, 4, 4)
-    two = speculation.Pass(15.0, ((1, 2),), (Draft("a", 0, (1, 2), 2, "code", True), Draft("a", 3, (1,), 1, "prose")), 2, 2, 2, 4)
-    m = speculation.figures([[one, one]], [two], ("on", "r"))
+    two = speculation.Pass(
+        15.0, ((1, 2),), (Draft("a", 0, (1, 2), 2, "code", True), Draft("a", 3, (1,), 1, "prose")), 2, 2, 2, 4
+    )
+    m = speculation.figures([[one, one]], [two])
     assert m["net_by_round"] == [1.5]
     assert (m["tokens_per_step"], m["drafted_steps"], m["acceptance_rate"]) == (2.0, 1.0, 1.0)
     assert m["loop_share"] == pytest.approx(2 / 3)
@@ -122,12 +124,12 @@ def test_bars_are_missed_by_any_text_that_is_slower_and_by_copies_that_gain_too_
     assert lines(record("edit", 1.25, copies=True))[0].startswith("MISSED")
 
 
-def test_a_loop_is_no_gain_of_texts_that_copy() -> None:
-    looping = record("loop", 3.0, loops=2, batch=1, loops_=True)
-    found = lines(record("edit", 1.4, copies=True), record("chat", 1.0, loops=1))
-    assert not any("loops are flagged" in line for line in found)
-    found = lines(record("chat", 1.0, loops=1), record("loop", 3.0, loops=2, batch=2) if looping is None else looping)
-    assert all("3.00" not in line for line in found)
+def test_loops_must_be_flagged_where_they_are_made_and_be_nowhere_else() -> None:
+    loop = record("loop", 3.0, loops=2, made_to_loop=True)
+    assert lines(loop, record("edit", 1.4, copies=True))[2].startswith("reached")
+    assert lines(loop, record("edit", 1.4, loops=1, copies=True))[2].startswith("MISSED")
+    assert lines(record("loop", 3.0, made_to_loop=True))[-1].startswith("MISSED"), "none was seen"
+    assert "1.40" in lines(loop, record("edit", 1.4, copies=True))[0], "the loop's 3.0 is no part of it"
 
 
 def test_pieces_of_a_run_join_and_what_is_measured_anew_replaces(tmp_path: Path) -> None:

@@ -128,8 +128,21 @@ def _switch(engine: Any, drafter: str) -> None:
         raise RunFailed(report.results["speculative"].reason)
 
 
-def figures(plain: Sequence[Sequence[Pass]], drafted: Sequence[Pass], status: tuple[str, str]) -> dict[str, Any]:
-    """Metrics of a record: what was gained, what came true, and what the policy made of it."""
+def verdict(engine: Any, drafter: str, batch: int) -> dict[str, Any]:
+    """What the policy makes of a batch size: metrics of a record."""
+    _switch(engine, drafter)
+    policy = engine._loop.parts.speculation.policy
+    state, reason = policy.verdict(batch)
+    kinds = {
+        name: {"first": round(first, 3), "next": round(later, 3), "guesses": guesses}
+        for name, first, later, guesses in policy.kinds(batch)
+    }
+    _switch(engine, "none")
+    return {"state": state, "reason": reason, "expected": kinds}
+
+
+def figures(plain: Sequence[Sequence[Pass]], drafted: Sequence[Pass]) -> dict[str, Any]:
+    """Metrics of a record: what was gained, and what came true of the guesses."""
     windows = [draft for one in drafted for draft in one.drafts]
     by_place: tuple[list[int], list[int]] = [], []
     kinds: dict[str, dict[str, int]] = {}
@@ -163,8 +176,6 @@ def figures(plain: Sequence[Sequence[Pass]], drafted: Sequence[Pass], status: tu
             for around, on in zip(plain, drafted, strict=True)
             for one, two in zip(around[0].texts, on.texts, strict=True)
         ),
-        "state": status[0],
-        "reason": status[1],
     }
 
 
@@ -179,7 +190,7 @@ def measure(
         for batch in batches:
             count = rounds or ROUNDS.get(batch, FEWEST_ROUNDS)
             plain, drafted = rounds_of(engine, kind, batch, count, lengths, drafter)
-            metrics = figures(plain, drafted, engine.stats().speculation)
+            metrics = figures(plain, drafted) | verdict(engine, drafter, batch)
             spread = Spread.of(metrics["net_by_round"])
             yield environment.record(
                 f"speculation/{drafter}/{kind.name}/x{batch}", script=SCRIPT,
