@@ -16,11 +16,12 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from strata_lab.bench.drafted_texts import NUM_REQUESTS, TEXT_KINDS, TextKind, text_kind
-from strata_lab.bench.harness import Environment, Record, Spread, a_b_a, join_results
+from strata_lab.bench.harness import Environment, Record, Spread, a_b_a, join_results, undisturbed
 from strata_lab.bench.measure import RunFailed
 from strata_lab.bench.speculation_report import text_table, verdict_lines
 from strata_lab.config import DEFAULT_MODEL
@@ -32,7 +33,7 @@ SCRIPT = "python -m strata_lab.bench.speculation"
 BATCHES = (1, 2, 4, 8, 16)
 ROUNDS = {1: 6, 2: 4, 4: 3}  # groups of requests per batch size; larger batches have many texts in each
 FEWEST_ROUNDS = 2
-OUTPUT_TOKENS, CHECKED_TOKENS = 96, 128
+OUTPUT_TOKENS, TOKENS_TOGETHER, CHECKED_TOKENS = 96, 48, 128  # the second: of more than two requests
 MIN_TOKENS = 16  # a text whose loop begins earlier is left out
 CHECKED_BATCH, CHECKED_DRAFTS = 10, 3
 MAX_MODEL_LEN = 1024
@@ -49,6 +50,7 @@ class Pass:
         num_steps, num_drafted: steps, and those with drafts.
         num_decodes: requests that decoded, summed over the steps.
         num_tokens: what they got.
+        disturbed: share of the processors that other programs took meanwhile.
     """
 
     tok_s: float
@@ -58,6 +60,7 @@ class Pass:
     num_drafted: int
     num_decodes: int
     num_tokens: int
+    disturbed: float = 0.0
 
 
 def one_pass(engine: Any, kind: TextKind, numbers: Sequence[int], lengths: Mapping[int, int]) -> Pass:
@@ -108,14 +111,16 @@ def rounds_of(
     one_pass(engine, kind, _group(numbers, 0, batch), dict.fromkeys(numbers, MIN_TOKENS // 4))  # captures plain steps
     for index in range(rounds):
         group = _group(numbers, index, batch)
-        off, on = a_b_a(
-            lambda side: _switch(engine, drafter if side == "b" else "none"),
-            lambda group=group: one_pass(engine, kind, group, lengths),  # type: ignore[misc]
-            1,
-        )
+        timed = partial(_calm_pass, engine, kind, group, lengths)
+        off, on = a_b_a(lambda side: _switch(engine, drafter if side == "b" else "none"), timed, 1)
         plain.append(off)
         drafted += on
     return plain, drafted
+
+
+def _calm_pass(engine: Any, kind: TextKind, numbers: Sequence[int], lengths: Mapping[int, int]) -> Pass:
+    found, share = undisturbed(partial(one_pass, engine, kind, numbers, lengths))
+    return replace(found, disturbed=share)
 
 
 def _group(numbers: Sequence[int], index: int, batch: int) -> list[int]:
@@ -168,6 +173,7 @@ def figures(plain: Sequence[Sequence[Pass]], drafted: Sequence[Pass]) -> dict[st
         "drafted_by_position": by_place[0],
         "accepted_by_position": by_place[1],
         "kinds": kinds,
+        "disturbed_by_others": max(one.disturbed for side in (drafted, *plain) for one in side),
         "loops": sum(loop_start(text) < len(text) for text in texts),
         "loop_share": sum(d.num_accepted for d in windows if d.is_loop) / accepted if accepted else 0.0,
         "texts": len(texts),
@@ -189,12 +195,14 @@ def measure(
         lengths = usable_lengths(engine, kind, max_tokens)
         for batch in batches:
             count = rounds or ROUNDS.get(batch, FEWEST_ROUNDS)
-            plain, drafted = rounds_of(engine, kind, batch, count, lengths, drafter)
+            most = max_tokens if batch <= 2 else min(max_tokens, TOKENS_TOGETHER)
+            shorter = {number: min(length, most) for number, length in lengths.items()}
+            plain, drafted = rounds_of(engine, kind, batch, count, shorter, drafter)
             metrics = figures(plain, drafted) | verdict(engine, drafter, batch)
             spread = Spread.of(metrics["net_by_round"])
             yield environment.record(
                 f"speculation/{drafter}/{kind.name}/x{batch}", script=SCRIPT,
-                conditions=_conditions(engine, kind, drafter) | {"batch": batch, "output_tokens": max_tokens},
+                conditions=_conditions(engine, kind, drafter) | {"batch": batch, "output_tokens": most},
                 metrics={"net": spread.median} | metrics, spread=spread,
                 note="goes round in circles: no gain of it counts" if kind.loops else "",
             )  # fmt: skip
