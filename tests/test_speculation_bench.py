@@ -83,7 +83,7 @@ def test_a_record_says_what_was_gained_and_what_came_true_of_the_same_texts(engi
 
 
 def test_a_check_drafts_in_every_step_and_names_the_request_that_differs(engine, monkeypatch, capsys) -> None:
-    (made,) = speculation.check(engine, [ECHO], "ngram", 12)
+    (made,) = speculation.check(engine, [ECHO], "ngram", 32)
     assert (made.metrics["texts"], made.metrics["different_texts"]) == (NUM_REQUESTS, 0)
     assert made.metrics["drafted_tokens"] > 0
     policy = engine._loop.parts.speculation.policy
@@ -99,7 +99,7 @@ def test_a_check_drafts_in_every_step_and_names_the_request_that_differs(engine,
         return outputs
 
     monkeypatch.setattr(engine, "generate", wrong)
-    (made,) = speculation.check(engine, [ECHO], "ngram", 12)
+    (made,) = speculation.check(engine, [ECHO], "ngram", 32)
     assert made.metrics["different_texts"] == 1
     assert "chat 3: token 5 is" in capsys.readouterr().err
 

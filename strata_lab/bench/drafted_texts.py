@@ -9,6 +9,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from strata_lab.intake import Prompt
@@ -56,6 +57,7 @@ class TextKind:
         return SamplingParams(temperature=self.temperature, seed=number, max_tokens=max_tokens)
 
 
+@cache
 def pieces() -> Pieces:
     """What the requests are made of."""
     return tomllib.loads(PIECES_FILE.read_text(encoding="utf-8"))
