@@ -105,12 +105,12 @@ def test_a_check_drafts_in_every_step_and_names_the_request_that_differs(engine,
 
 
 def test_drafts_of_loops_are_told_apart_in_the_figures() -> None:
-    one = speculation.Pass(10.0, ((1, 2),), (), 4, 0, 4, 4)
+    one = speculation.Pass(10.0, 9.0, ((1, 2),), (), 4, 0, 4, 4)
     two = speculation.Pass(
-        15.0, ((1, 2),), (Draft("a", 0, (1, 2), 2, "code", True), Draft("a", 3, (1,), 1, "prose")), 2, 2, 2, 4
+        15.0, 18.0, ((1, 2),), (Draft("a", 0, (1, 2), 2, "code", True), Draft("a", 3, (1,), 1, "prose")), 2, 2, 2, 4
     )
     m = speculation.figures([[one, one]], [two])
-    assert m["net_by_round"] == [1.5]
+    assert (m["net_by_round"], m["net_until_last"]) == ([1.5], 2.0)
     assert (m["tokens_per_step"], m["drafted_steps"], m["acceptance_rate"]) == (2.0, 1.0, 1.0)
     assert m["loop_share"] == pytest.approx(2 / 3)
     assert m["kinds"]["code"] == {"windows": 1, "drafted": 2, "accepted": 2}

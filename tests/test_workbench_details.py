@@ -17,8 +17,8 @@ from strata_lab.events import (
     HardwareEvent,
     RequestView,
     SettingEvent,
-    StateEvent,
     SpeculationEvent,
+    StateEvent,
     StepEvent,
     TokenEvent,
 )

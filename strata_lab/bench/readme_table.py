@@ -1,8 +1,8 @@
 """Write the README's tables from their sources, so that no figure and no toggle there is typed by hand.
 
-The climb comes from `docs/results/climb_cpu.json`, the GPU figures from `evidence_gpu.json`, the quality of formats from
-`quality_cpu.json` and what drafts gain from `speculation_cpu.json` beside it, the toggles from `config.toggles()` and
-`explain()`.
+The climb comes from `docs/results/climb_cpu.json`, the GPU figures from `evidence_gpu.json`, the quality of formats
+from `quality_cpu.json` and what drafts gain from `speculation_cpu.json` beside it, the toggles from `config.toggles()`
+and `explain()`.
 `python -m strata_lab.bench.readme_table` rewrites what stands between the markers; a test fails when they differ.
 It measures nothing and rounds nothing up.
 """
@@ -155,8 +155,8 @@ def speculation_table(records: Sequence[Rec]) -> str:
         lines.append("| " + " | ".join([workload, first["conditions"]["task"], *figures, acceptance(first)]) + " |")
     c = next(iter(by_workload(records).values()))[batches[0]]["conditions"]
     note = (
-        f"{c['model']}, {c['drafter']} drafts, up to {c['num_draft_tokens']} per step as the policy sees fit; tokens per "
-        "second over those of the same texts without drafts, median of groups of requests, so many requests together."
+        f"{c['model']}, {c['drafter']} drafts, up to {c['num_draft_tokens']} per step as the policy sees fit; tokens "
+        "per second over those of the same texts without drafts, median of groups of requests, so many together."
     )
     bars = "\n".join(f"- {line}" for line in verdict_lines(records))
     return "\n".join([note, "", *lines, "", bars, "", caption(records[0])])

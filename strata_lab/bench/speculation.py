@@ -44,7 +44,9 @@ class Pass:
     """One run of a group of requests, from when their last prompt was computed.
 
     Attributes:
-        tok_s: tokens per second, all requests together.
+        tok_s: tokens per second, all requests together, while all of them decode: drafts let some end far sooner than
+            others, and the rest of a group is a smaller batch.
+        total_tok_s: tokens per second until the last request has ended.
         texts: token ids of each request.
         drafts: verified proposals.
         num_steps, num_drafted: steps, and those with drafts.
@@ -54,6 +56,7 @@ class Pass:
     """
 
     tok_s: float
+    total_tok_s: float
     texts: tuple[tuple[int, ...], ...]
     drafts: tuple[Draft, ...]
     num_steps: int
@@ -79,8 +82,12 @@ def one_pass(engine: Any, kind: TextKind, numbers: Sequence[int], lengths: Mappi
     if not decodes:
         raise RunFailed(f"{kind.name}: all texts ended with their prompts; measure more tokens")
     num_tokens = sum(len(step.tokens) for step in decodes)
+    full = [step for step in decodes if step.num_decode_tokens == len(numbers)]
+    if not full:
+        raise RunFailed(f"{kind.name}: no step had all {len(numbers)} requests; measure more tokens")
     return Pass(
-        tok_s=num_tokens / (decodes[-1].t_s - steps[begin].t_s),
+        tok_s=sum(len(step.tokens) for step in full) / (full[-1].t_s - steps[begin].t_s),
+        total_tok_s=num_tokens / (decodes[-1].t_s - steps[begin].t_s),
         texts=tuple(tuple(output.token_ids) for output in outputs),
         drafts=tuple(draft for step in decodes for draft in step.drafts),
         num_steps=len(decodes),
@@ -164,6 +171,10 @@ def figures(plain: Sequence[Sequence[Pass]], drafted: Sequence[Pass]) -> dict[st
             round(on.tok_s / statistics.mean(off.tok_s for off in around), 4)
             for around, on in zip(plain, drafted, strict=True)
         ],
+        "net_until_last": statistics.median(
+            on.total_tok_s / statistics.mean(off.total_tok_s for off in around)
+            for around, on in zip(plain, drafted, strict=True)
+        ),
         "output_tok_s": statistics.median(one.tok_s for one in drafted),
         "plain_tok_s": statistics.median(one.tok_s for around in plain for one in around),
         "plain_drift": statistics.median(max(p.tok_s for p in s) / min(p.tok_s for p in s) for s in plain),
