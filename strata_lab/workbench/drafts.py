@@ -107,9 +107,7 @@ class DraftsDetail:
     def _by_kind(self) -> list[tuple[str, str, str]]:
         """A number for each kind of text: where it is off, its tip says why."""
         rows = []
-        for kind in filter(None, {**self._kinds, **self._off}):
-            if kind == "all":
-                continue
+        for kind in sorted({*self._kinds, *self._off} - {"", "all"}):
             proposed, taken = self._kinds.get(kind, (0, 0))
             share = f"{taken / proposed:.0%}" if proposed else ""
             tip = self._off.get(
