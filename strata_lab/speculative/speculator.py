@@ -127,23 +127,28 @@ class Speculator:
 
     def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float) -> Observed:
         """Learn from a step."""
-        sampling = [item for item in batch.items if item.samples]
-        windows: list[Draft] = []
-        num_accepted = 0
-        for item, count in zip(sampling, counts or [1] * len(sampling), strict=True):
-            request = item.request
-            if item.drafts:
-                accepted, seen = count - 1, self._evidence.get(request, 1)
-                num_accepted += accepted
-                windows.append(self._window(request, item.start, list(item.drafts), accepted, seen))
-            if request.finished:
-                self._forget(request)
+        windows, num_accepted = self._windows(batch, counts) if batch.num_draft_tokens else ([], 0)
+        for item in batch.items:
+            if item.request.finished:
+                self._forget(item.request)
         if self.policy is not None and batch.num_decode_tokens and not batch.num_prefill_tokens:
             n = batch.num_decode_tokens
             if self.policy.observe(n, batch.num_draft_tokens, num_accepted, ms):
                 kinds = self.policy.kinds(n)
                 return tuple(windows), SpeculationEvent(time.perf_counter(), self.drafter.name, *self.status, kinds)
         return tuple(windows), None
+
+    def _windows(self, batch: ScheduledBatch, counts: Sequence[int] | None) -> tuple[list[Draft], int]:
+        """What became of the drafts of a step, and how many came true."""
+        sampling = [item for item in batch.items if item.samples]
+        windows: list[Draft] = []
+        num_accepted = 0
+        for item, count in zip(sampling, counts or [1] * len(sampling), strict=True):
+            if item.drafts:
+                accepted, seen = count - 1, self._evidence.get(item.request, 1)
+                num_accepted += accepted
+                windows.append(self._window(item.request, item.start, list(item.drafts), accepted, seen))
+        return windows, num_accepted
 
     def _window(self, request: Request, start: int, drafts: list[int], accepted: int, seen: int) -> Draft:
         if self.policy is not None:
