@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+KindOfText = tuple[str, float, float, int]  # name, chance of a first guess and of one behind a true one, guesses made
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
@@ -37,16 +39,18 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationEvent:
-    """Drafting was stopped because it did not pay, or taken up again.
+    """Drafting was stopped because it did not pay, or taken up again, for all texts or for those of a kind.
 
     Attributes:
         t_s: `time.perf_counter()`, seconds.
         drafter: who drafts.
         state: "on" or "off".
         reason: the measured net speed, for a human.
+        kinds: what is expected of each kind of text; no guesses means that drafting is off for it.
     """
 
     t_s: float
     drafter: str
     state: str
     reason: str
+    kinds: tuple[KindOfText, ...] = ()

@@ -17,6 +17,7 @@ from strata_lab.events import (
     HardwareEvent,
     RequestView,
     SettingEvent,
+    SpeculationEvent,
     StateEvent,
     StepEvent,
     TokenEvent,
@@ -154,6 +155,26 @@ def test_speculation_is_counted_by_place() -> None:
     assert [row["value"] for row in detail.lanes.numbers] == ["40%", "2.00", "2"]
     assert detail.lanes.lanes[0]["rounds"] == [{"accepted": ["#1", "#2"], "rejected": ["#3"]}]
     assert detail.lanes.note == ""
+
+
+def test_the_panel_says_why_drafting_is_off_for_all_and_for_a_kind_of_text() -> None:
+    detail = DraftsDetail()
+    context = Context(FakeEngine(), Names())
+    kinds = (("prose", 0.04, 0.3, 0), ("code", 0.6, 0.8, 3))
+    detail.take(SpeculationEvent(1.0, "ngram", "off", "it lost", kinds))
+    detail.push(context, 0.0)
+    detail.lanes.flush()
+    assert detail.lanes.note == "Off: it lost."
+    detail.take(
+        dataclasses.replace(STEP_EVENT, drafts=(Draft("a", 0, (1, 2), 1, "code"), Draft("a", 2, (3,), 0, "prose")))
+    )
+    detail.take(SpeculationEvent(2.0, "ngram", "on", "it gains", kinds))
+    detail.push(context, 1.0)
+    detail.lanes.flush()
+    assert detail.lanes.note == ""
+    rows = {row["label"]: row for row in detail.lanes.numbers}
+    assert (rows["code"]["value"], rows["prose"]["value"]) == ("50%", "0% off")
+    assert "4%" in rows["prose"]["tip"]
 
 
 # -- the climb --------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ VERSIONED = ("torch", "triton", "transformers")
 GIB = 1 << 30
 QUIET_SHARE = 0.1  # of all cores: what a machine at rest uses for itself
 QUIET_SAMPLE_S = 1.0
+DISTURBED_SHARE = 0.03  # of all cores, that other programs may take during a run: clock ticks blur about as much
 RECORD_FIELDS = (
     "name", "date", "commit", "script", "hardware", "versions", "conditions", "metrics", "spread", "peer", "note",
 )  # fmt: skip
@@ -155,6 +156,20 @@ def write_results(name: str, records: Iterable[Record], folder: Path | str | Non
     return path
 
 
+def join_results(name: str, records: Iterable[Record], folder: Path | str | None = None) -> Path:
+    """`write_results` for a run in pieces: records of the file that are not measured anew stay, before the new ones."""
+    made = list(records)
+    path = (Path(folder) if folder is not None else REPOSITORY / "docs" / "results") / f"{name}.json"
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    replaced = {record.name for record in made}
+    kept = [
+        Record(**(r | {"spread": None if r["spread"] is None else Spread(**r["spread"])}))
+        for r in earlier
+        if r["name"] not in replaced
+    ]
+    return write_results(name, [*kept, *made], folder)
+
+
 def interleave(variants: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
     """Run every variant once per round, each round in the opposite order of the last one.
 
@@ -184,6 +199,26 @@ def a_b_a(switch: Callable[[str], None], measure: Callable[[], T], rounds: int) 
         switch(side)
         results[side].append(measure())
     return results["a"], results["b"]
+
+
+def undisturbed(measure: Callable[[], T], most_share: float = DISTURBED_SHARE, tries: int = 3) -> tuple[T, float]:
+    """A run during which other programs took at most `most_share` of all processors, or the calmest of `tries`.
+
+    Returns the run and that share, 0 to 1; one run and 0 on systems that do not tell.
+    """
+    runs: list[tuple[float, T]] = []
+    while len(runs) < tries:
+        before, own = hardware.processor_times(), sum(os.times()[:2])
+        result = measure()
+        after, own = hardware.processor_times(), sum(os.times()[:2]) - own
+        if before is None or after is None or after[1] <= before[1]:
+            return result, 0.0
+        total = after[1] - before[1]
+        runs.append((max(0.0, total - (after[0] - before[0]) - own) / total, result))
+        if runs[-1][0] <= most_share:
+            break
+    share, calmest = min(runs, key=lambda run: run[0])
+    return calmest, share
 
 
 def wait_until_quiet(limit_s: float = 60.0) -> float:

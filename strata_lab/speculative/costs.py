@@ -72,6 +72,26 @@ class StepCosts:
         """A step that verifies."""
         return self._window.ms(num_tokens) * self.pace
 
+    def best_gain(self, num_requests: int, most: int, chance: float, draft_ms: Callable[[int], float]) -> float:
+        """How much faster than plain steps those with drafts could be, if each guess came true with `chance`.
+
+        The curve is straight between known points, so one of these or an end is the best number of tokens.
+
+        Args:
+            num_requests: that decode.
+            most: drafts for each at most.
+            chance: 0.0 to 1.0, whatever came before it.
+            draft_ms: what the drafter takes for so many guesses per request.
+        """
+        least, end = num_requests + 1, num_requests * (1 + most)
+        sizes = {least, end, *(n for n in self._window.points() if least < n < end)}
+        rates = (
+            (num_requests + chance * (n - num_requests))
+            / (self.window_ms(n) + draft_ms(-(-(n - num_requests) // num_requests)))
+            for n in sizes
+        )
+        return max(rates) * self.plain_ms(num_requests) / num_requests
+
     def observe(self, num_tokens: int, with_drafts: bool, ms: float) -> None:
         """A step of decodes took `ms`."""
         curve = self._window if with_drafts else self._plain

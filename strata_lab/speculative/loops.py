@@ -17,3 +17,11 @@ def is_loop(token_ids: Sequence[int]) -> bool:
     if len(tail) < MIN_TOKENS:
         return False
     return any(tail[period:] == tail[:-period] for period in range(1, MAX_PERIOD + 1))
+
+
+def loop_start(token_ids: Sequence[int]) -> int:
+    """Where the first such loop begins; the length of the text where there is none."""
+    for end in range(MIN_TOKENS, len(token_ids) + 1):
+        if is_loop(token_ids[end - MIN_TOKENS : end]):
+            return end - MIN_TOKENS
+    return len(token_ids)

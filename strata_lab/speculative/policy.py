@@ -7,7 +7,8 @@ acceptance falls, or as verification becomes dearer (experts, a slow device).
 
 Estimates may be wrong, so the outcome is held against the clock: where steps with drafts were slower than plain ones
 would have been, drafting stops for that batch size, for a while that doubles each time, and is tried again (hysteresis:
-`OFF_BELOW` and `ON_ABOVE`). It never decides what is right, only what is tried.
+`OFF_BELOW` and `ON_ABOVE`). Where not even guesses that nearly all come true would pay, nobody is asked for any: such a
+batch costs what it costs without speculation. It never decides what is right, only what is tried.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from strata_lab.draft_events import KindOfText
 from strata_lab.speculative.acceptance import UNSURE_DRAFTS, Acceptance
 from strata_lab.speculative.costs import StepCosts
 
@@ -25,6 +28,9 @@ ON_ABOVE = 1.02
 JUDGED_STEPS = 16  # steps with drafts that a verdict needs
 FIRST_PAUSE, LONGEST_PAUSE = 64, 4096  # steps
 REFRESH_STEPS = 96  # a plain step after so many with drafts, to know what it costs now
+TOLD_STEPS = 64  # between two looks at which kinds of text get guesses
+HOPE = 0.95  # of guesses that come true in the best of texts
+HOPE_STEPS = 64  # for which it is believed that there is, or is no, hope at a batch size: costs change slowly
 
 
 @dataclass(slots=True)
@@ -38,6 +44,7 @@ class _Trial:
         resting: steps until drafting is tried again.
         pause: how long the last rest was.
         proving: it was off, and has yet to show that it pays.
+        state, reason: "on" or "off", and why, for a human.
     """
 
     earned_ms: float = 0.0
@@ -46,6 +53,8 @@ class _Trial:
     resting: int = 0
     pause: int = 0
     proving: bool = False
+    state: str = "on"
+    reason: str = "no verdict yet"
 
     @property
     def net(self) -> float:
@@ -71,19 +80,34 @@ class DraftPolicy:
     ) -> None:
         self.costs, self.most, self.draft_ms = costs, most, draft_ms
         self.acceptance = Acceptance(classes)
-        self.state, self.reason = "on", "no step with drafts yet"
         self._trials: dict[int, _Trial] = {}
-        self._since_plain = 0
+        self._latest = self._trial(1)
+        self._hopes: dict[int, tuple[float, int]] = {}  # requests to best gain, and steps until it is computed again
+        self._since_plain = self._since_told = 0
+        self._told: tuple[Any, ...] = ("on",)
 
     # -- before a step --------------------------------------------------------------------------------------------
 
     def rests(self, num_requests: int) -> bool:
         """Whether nothing is to be drafted in this step; to be asked once a step."""
-        trial = self._trial(num_requests)
+        trial = self._latest = self._trial(num_requests)
         if trial.resting:
             trial.resting -= 1
             return True
+        if self._hope(num_requests) < MARGIN:
+            trial.state = "off"
+            trial.reason = f"verifying guesses would cost more than they give with {_requests(num_requests)}"
+            return True
+        trial.state = "on"
         return self._since_plain >= REFRESH_STEPS
+
+    def _hope(self, num_requests: int) -> float:
+        """How much faster steps could be with the best of guesses."""
+        gain, steps = self._hopes.get(num_requests, (0.0, 0))
+        if not steps:
+            gain, steps = self.costs.best_gain(num_requests, self.most, HOPE, self.draft_ms), HOPE_STEPS
+        self._hopes[num_requests] = gain, steps - 1
+        return gain
 
     def plan(self, request_ids: Sequence[str], evidence: Sequence[int], num_requests: int) -> list[int]:
         """Guesses for each request; evidence 0 gets none.
@@ -136,13 +160,42 @@ class DraftPolicy:
         kind.add(request_id, drafted, accepted)
 
     def observe(self, num_requests: int, num_drafts: int, num_accepted: int, ms: float) -> bool:
-        """A step of decodes took `ms`; whether `state` has changed."""
-        before = self.state
+        """A step of decodes took `ms`; whether there is news: of `state`, or of which kinds of text get guesses."""
         self._since_plain = self._since_plain + 1 if num_drafts else 0
         if num_drafts:
             self._judge(self._trial(num_requests), num_requests, num_accepted, ms)
         self.costs.observe(num_requests + num_drafts, num_drafts > 0, ms)
-        return self.state != before
+        self._since_told += 1
+        if self.state == self._told[0] and self._since_told < TOLD_STEPS:
+            return False
+        before, self._since_told = self._told, 0
+        self._told = self.state, *(guesses > 0 for _, _, _, guesses in self.kinds(num_requests))
+        return self._told != before
+
+    @property
+    def state(self) -> str:
+        """ "on" or "off", at the batch size of the latest step."""
+        return self._latest.state
+
+    @property
+    def reason(self) -> str:
+        """Why, for a human."""
+        return self._latest.reason
+
+    def verdict(self, num_requests: int) -> tuple[str, str]:
+        """State and reason at a batch size."""
+        return self._trial(num_requests).state, self._trial(num_requests).reason
+
+    def kinds(self, num_requests: int) -> tuple[KindOfText, ...]:
+        """What is expected of each kind of text: name, chances of a first and of a next guess, guesses that pay.
+
+        The guesses are those of a request that nothing is known of, where all others of a step get none.
+        """
+        found = []
+        for name, kind in zip(self.acceptance.names, self.acceptance.kinds, strict=True):
+            first, later = kind.chances("")
+            found.append((name, first, later, self._best([(first, later)], [self.most], num_requests)[0]))
+        return tuple(found)
 
     def _judge(self, trial: _Trial, num_requests: int, num_accepted: int, ms: float) -> None:
         keep = 1 - 1 / (2 * JUDGED_STEPS)
@@ -158,11 +211,11 @@ class DraftPolicy:
             trial.resting, trial.proving = trial.pause, True
             trial.earned_ms = trial.spent_ms = 0.0
             trial.steps = 0
-            self.state = "off"
-            self.reason = f"{text} with {_requests(num_requests)}; tried again in {trial.pause} steps"
+            trial.state = "off"
+            trial.reason = f"{text} with {_requests(num_requests)}; tried again in {trial.pause} steps"
         else:
             trial.proving = False
-            self.state, self.reason = "on", f"{text} with {_requests(num_requests)}"
+            trial.state, trial.reason = "on", f"{text} with {_requests(num_requests)}"
 
     def _trial(self, num_requests: int) -> _Trial:
         return self._trials.setdefault((num_requests - 1).bit_length(), _Trial())

@@ -19,6 +19,9 @@ from strata_lab.speculative.policy import DraftPolicy
 
 Observed = tuple[tuple[Draft, ...], SpeculationEvent | None]
 DRAFT_TIME_SHARE = 0.2  # of the latest drafting time in its average
+LOOK_SHARE = 0.01  # of a step's time that looking may take while it leads to nothing
+MOST_SKIPPED = 8  # steps between two looks, at most
+LOOK_WEIGHT, FIRST_LOOK_MS = 0.2, 0.02  # of the latest look in the average of one, which begins there
 
 
 class Speculation(Protocol):
@@ -84,6 +87,7 @@ class Speculator:
         self.runner = runner
         self.drafter, self.policy, self.most, self.times, self._clock_s = drafter, policy, most, times, clock_s
         self._evidence: dict[Request, int] = {}
+        self._skip, self._look_ms = 0, FIRST_LOOK_MS  # steps in which nobody looks; what a look takes, per request
 
     @property
     def status(self) -> tuple[str, str]:
@@ -93,19 +97,32 @@ class Speculator:
     def prepare(self, running: Sequence[Request]) -> None:
         """Guess for those that decode."""
         self._evidence = {}
+        if self._skip:
+            self._skip -= 1
+            return
         decoding = [request for request in running if request.is_decoding and _can_be_drafted_for(request)]
         if not decoding or (self.policy is not None and self.policy.rests(len(decoding))):
             return
+        started = self._clock_s()
         evidence = self.drafter.look(decoding)
-        if not any(evidence):
-            return
         if self.policy is None:
             counts = [self.most if seen else 0 for seen in evidence]
-        else:
+        elif any(evidence):
             counts = self.policy.plan([r.request_id for r in decoding], evidence, len(decoding))
+        else:
+            counts = [0] * len(evidence)
         chosen = [(r, n, seen) for r, n, seen in zip(decoding, counts, evidence, strict=True) if n]
-        if not chosen:
-            return
+        if chosen:
+            self._draft(chosen)
+        elif self.policy is not None:
+            looked_ms = (self._clock_s() - started) * 1e3 / len(decoding)
+            # a prompt that is read for the first time takes far longer than a look
+            self._look_ms += LOOK_WEIGHT * (min(looked_ms, 2 * self._look_ms) - self._look_ms)
+            allowed_ms = LOOK_SHARE * self.policy.costs.plain_ms(len(decoding))
+            self._skip = min(MOST_SKIPPED, int(self._look_ms * len(decoding) / allowed_ms))
+
+    def _draft(self, chosen: Sequence[tuple[Request, int, int]]) -> None:
+        """Have the drafter guess: requests, how many guesses, and what it has seen of them."""
         started, wanted = self._clock_s(), [n for _, n, _ in chosen]
         drafts = self.drafter.draft([r for r, _, _ in chosen], wanted)
         if self.times is not None:
@@ -116,22 +133,28 @@ class Speculator:
 
     def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float) -> Observed:
         """Learn from a step."""
+        windows, num_accepted = self._windows(batch, counts) if batch.num_draft_tokens else ([], 0)
+        for item in batch.items:
+            if item.request.finished:
+                self._forget(item.request)
+        if self.policy is not None and batch.num_decode_tokens and not batch.num_prefill_tokens:
+            n = batch.num_decode_tokens
+            if self.policy.observe(n, batch.num_draft_tokens, num_accepted, ms):
+                kinds = self.policy.kinds(n)
+                return tuple(windows), SpeculationEvent(time.perf_counter(), self.drafter.name, *self.status, kinds)
+        return tuple(windows), None
+
+    def _windows(self, batch: ScheduledBatch, counts: Sequence[int] | None) -> tuple[list[Draft], int]:
+        """What became of the drafts of a step, and how many came true."""
         sampling = [item for item in batch.items if item.samples]
         windows: list[Draft] = []
         num_accepted = 0
         for item, count in zip(sampling, counts or [1] * len(sampling), strict=True):
-            request = item.request
             if item.drafts:
-                accepted, seen = count - 1, self._evidence.get(request, 1)
+                accepted, seen = count - 1, self._evidence.get(item.request, 1)
                 num_accepted += accepted
-                windows.append(self._window(request, item.start, list(item.drafts), accepted, seen))
-            if request.finished:
-                self._forget(request)
-        changed = False
-        if self.policy is not None and batch.num_decode_tokens and not batch.num_prefill_tokens:
-            changed = self.policy.observe(batch.num_decode_tokens, batch.num_draft_tokens, num_accepted, ms)
-        event = SpeculationEvent(time.perf_counter(), self.drafter.name, *self.status) if changed else None
-        return tuple(windows), event
+                windows.append(self._window(item.request, item.start, list(item.drafts), accepted, seen))
+        return windows, num_accepted
 
     def _window(self, request: Request, start: int, drafts: list[int], accepted: int, seen: int) -> Draft:
         if self.policy is not None:

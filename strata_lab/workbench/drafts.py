@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from strata_lab.events import Draft, Event, StepEvent
+from strata_lab.events import Draft, Event, SpeculationEvent, StepEvent
 from strata_lab.workbench.details import Context
 from strata_widgets import DraftLanes
 
@@ -26,11 +26,22 @@ class DraftsDetail:
         self._rounds: dict[str, deque[Draft]] = {}
         self._drafted: list[int] = []  # by place
         self._accepted: list[int] = []
+        self._kinds: dict[str, list[int]] = {}  # kind of text to proposed, taken
+        self._off: dict[str, str] = {}  # kind of text, or "all", to why nothing is proposed for it
         self._num_rounds = 0
         self._changed = False
 
     def take(self, event: Event) -> None:
         """Take in an event."""
+        if isinstance(event, SpeculationEvent):
+            self._off = {
+                name: f"Off: a first guess would come true {first:.0%} of the time, the next ones {later:.0%}; too few."
+                for name, first, later, guesses in event.kinds
+                if not guesses
+            }
+            if event.state == "off":
+                self._off["all"] = event.reason
+            self._changed = True
         for draft in event.drafts if isinstance(event, StepEvent) else ():
             if not draft.token_ids:
                 continue
@@ -42,6 +53,9 @@ class DraftsDetail:
             if len(self._rounds) > MAX_LANES:
                 del self._rounds[next(iter(self._rounds))]
             draft.count_into(self._drafted, self._accepted)
+            kind = self._kinds.setdefault(draft.kind, [0, 0])
+            kind[0] += len(draft.token_ids)
+            kind[1] += draft.num_accepted
 
     def push(self, context: Context, now_s: float) -> None:
         """Send what is new."""
@@ -63,9 +77,15 @@ class DraftsDetail:
                 {"position": i + 1, "drafted": drafted, "accepted": accepted}
                 for i, (drafted, accepted) in enumerate(zip(self._drafted, self._accepted, strict=True))
             ],
-            numbers=self._numbers(),
-            note="",
+            numbers=self._numbers() if self._num_rounds else [],
+            note=self._note(),
         )
+
+    def _note(self) -> str:
+        """Why nothing is proposed; nothing where something is."""
+        if "all" in self._off:
+            return f"Off: {self._off['all']}."
+        return "" if self._num_rounds else NOTHING
 
     def _numbers(self) -> list[dict[str, Any]]:
         proposed, taken = sum(self._drafted), sum(self._accepted)
@@ -82,7 +102,19 @@ class DraftsDetail:
             ),
             ("rounds", str(self._num_rounds), "Proposals that a step has verified (StepEvent.drafts)."),
         )
-        return [dict(zip(("label", "value", "tip"), row, strict=True)) for row in rows]
+        return [dict(zip(("label", "value", "tip"), row, strict=True)) for row in (*rows, *self._by_kind())]
+
+    def _by_kind(self) -> list[tuple[str, str, str]]:
+        """A number for each kind of text: where it is off, its tip says why."""
+        rows = []
+        for kind in sorted({*self._kinds, *self._off} - {"", "all"}):
+            proposed, taken = self._kinds.get(kind, (0, 0))
+            share = f"{taken / proposed:.0%}" if proposed else ""
+            tip = self._off.get(
+                kind, f"Of texts that look like this to the drafter: taken / proposed, {taken} / {proposed}."
+            )
+            rows.append((kind, " ".join(part for part in (share, "off" if kind in self._off else "") if part), tip))
+        return rows
 
 
 def _round(draft: Draft, decode: Callable[[list[int]], str] | None) -> dict[str, list[str]]:

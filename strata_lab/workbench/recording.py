@@ -47,16 +47,21 @@ def encode(event: Event, origin_s: float) -> str:
 
 def decode(data: dict[str, Any], origin_s: float) -> Event:
     """The event of a line whose times count from `origin_s`."""
-    values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in data.items() if n != "kind"}
+    values: dict[str, Any] = {n: _frozen(v) for n, v in data.items() if n != "kind"}
     for name in _NESTED.keys() & values.keys():
-        values[name] = tuple(_nested(_NESTED[name], one) for one in values[name])
+        values[name] = tuple(_nested(_NESTED[name], one) for one in data[name])
     values["t_s"] += origin_s
     event: Event = _KINDS[data["kind"]](**values)
     return event
 
 
 def _nested(kind: Any, data: dict[str, Any]) -> Any:
-    return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in data.items()})
+    return kind(**{name: _frozen(v) for name, v in data.items()})
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as the tuples that they were."""
+    return tuple(_frozen(one) for one in value) if isinstance(value, list) else value
 
 
 class Recorder:

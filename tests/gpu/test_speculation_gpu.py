@@ -13,6 +13,7 @@ from strata_lab.block_manager import BlockManager
 from strata_lab.build import Builder
 from strata_lab.engine import LLMEngine
 from strata_lab.kv_cache import KVCache
+from strata_lab.layers.weights import ModelWeights
 from strata_lab.models.base import CausalLM
 from strata_lab.models.hub import find_model
 from strata_lab.run_ahead import RunAhead
@@ -128,9 +129,9 @@ def test_requests_that_come_go_and_are_aborted_get_their_tokens(folders: list[An
     assert [t for i, t in enumerate(got) if i != 1] == [t for i, t in enumerate(expected) if i != 1]
 
 
-def first_layers(builder: Builder, resolved: Any) -> DraftModel:
+def first_layers(builder: Builder, resolved: Any, whole: ModelWeights) -> DraftModel:
     """In the place of `Builder._draft_model`: the target's own first layers, under its head."""
-    whole, size = builder._weights(resolved, None), builder.config.block_size
+    size = builder.config.block_size
     config, weights = replace(builder.model_config, num_layers=20), replace(whole, layers=whole.layers[:20])
     kv = KVCache(config, 64, size, resolved.kv_cache_dtype, builder.device, None)
     ops = builder._eager(resolved, weights, kv).model.ops

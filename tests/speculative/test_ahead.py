@@ -22,6 +22,7 @@ from strata_lab.sampler import Sampler
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.speculative.ahead import AheadDrafter, DraftAhead
 from strata_lab.speculative.cycles import Cycles
+from strata_lab.speculative.draft_vocabulary import DraftVocabulary
 from strata_lab.speculative.speculator import Speculator
 from strata_lab.speculative.window_state import TORCH_WINDOWS
 from tests.checkpoints import VOCAB, write_checkpoint
@@ -71,12 +72,12 @@ def engine(
         Runner(step, Sampler(), BLOCK_SIZE, made.device), step, steps, TorchSampling(vocab_size), clock=Mark
     )
     ahead.max_model_len = MAX_LEN
-    model = made._builder._draft_model(parts.optimizations)
+    model = made._builder._draft_model(parts.optimizations, parts.weights)
     eager: Any = getattr(model.step, "eager", model.step)
     if kept is not None:
-        model.to_target, eager = kept, Narrow(eager, kept)
+        model.vocabulary, eager = DraftVocabulary(kept.tolist(), vocab_size, made.device), Narrow(eager, kept)
     guesses = TorchSampling(vocab_size if kept is None else len(kept))
-    captured = Cycles(ahead, eager, guesses, model.to_target, TORCH_WINDOWS, cycles, most)
+    captured = Cycles(ahead, eager, guesses, model.vocabulary.to_target, TORCH_WINDOWS, cycles, most)
     runner = DraftAhead(ahead, model, captured)
     speculation = Speculator(AheadDrafter(model), None, most, runner=runner)
     made._loop.parts = dataclasses.replace(parts, runner=runner, speculation=speculation)

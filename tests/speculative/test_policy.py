@@ -6,11 +6,21 @@ import random
 
 import pytest
 
+from strata_lab.request import Request
+from strata_lab.sampling_params import SamplingParams
 from strata_lab.speculative.acceptance import Acceptance
 from strata_lab.speculative.costs import Curve, StepCosts, measure
 from strata_lab.speculative.loops import is_loop
 from strata_lab.speculative.ngram import NgramDrafter
-from strata_lab.speculative.policy import FIRST_PAUSE, JUDGED_STEPS, REFRESH_STEPS, DraftPolicy
+from strata_lab.speculative.policy import (
+    FIRST_PAUSE,
+    HOPE_STEPS,
+    JUDGED_STEPS,
+    REFRESH_STEPS,
+    TOLD_STEPS,
+    DraftPolicy,
+)
+from strata_lab.speculative.speculator import LOOK_SHARE, Speculator
 
 CLASSES = NgramDrafter.classes
 BASE, PER_TOKEN = 6.0, 1.0  # milliseconds: a step of 8 tokens costs about two of one
@@ -189,3 +199,79 @@ def test_a_text_that_goes_round_is_a_loop_and_a_list_is_not() -> None:
     assert is_loop([9, 8, 7, *[5] * 60])
     assert not is_loop([5] * 20)
     assert not is_loop([t for i in range(30) for t in (1, 2, 3, 100 + i)])
+
+
+def test_a_batch_in_which_no_guess_could_pay_is_left_alone() -> None:
+    """Where each token of a step costs the same, even true guesses gain nothing."""
+    points = {1: 6.0, 8: 9.0, 16: 20.0, 32: 40.0, 64: 80.0, 128: 160.0}
+    p = DraftPolicy(StepCosts(points, points), CLASSES, 8)
+    assert not p.rests(1)
+    assert p.state == "on"
+    assert all(p.rests(16) for _ in range(200))
+    assert (p.state, p.verdict(1)[0]) == ("off", "on")
+    assert "16 requests" in p.reason
+    assert p.observe(16, 0, 0, 20.0), "the change is news, once"
+    assert not p.observe(16, 0, 0, 20.0)
+
+
+def test_hope_returns_when_costs_change() -> None:
+    points = {1: 6.0, 8: 48.0}
+    p = DraftPolicy(StepCosts(points, points), CLASSES, 8)
+    assert p.rests(1)
+    for _ in range(400):  # the machine has become twice as slow at plain steps alone
+        p.costs.observe(1, False, 12.0)
+        p.costs.observe(2, True, 12.0)
+    assert not all(p.rests(1) for _ in range(2 * HOPE_STEPS))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_best_gain_is_that_of_every_number_of_drafts_tried(seed: int) -> None:
+    rng = random.Random(seed)
+    ms, points = 0.0, {}
+    for n in (1, 2, 3, 4, 6, 8, 16, 32):
+        ms += rng.random() * 4
+        points[n] = 5 + ms
+    costs, n, most, chance = StepCosts(points, points), rng.randint(1, 4), rng.randint(1, 8), 0.95
+    rates = [(n + chance * k) / costs.window_ms(n + k) for k in range(1, n * most + 1)]
+    gain = costs.best_gain(n, most, chance, lambda count: 0.0)
+    assert gain == pytest.approx(max(rates) * costs.plain_ms(n) / n, rel=1e-9)
+
+
+def test_which_kinds_of_text_get_guesses_is_told_when_it_changes() -> None:
+    p = policy()
+    settle(p, 0.0, evidence=2)
+    settle(p, 0.97, evidence=20)
+    kinds = {name: guesses for name, _, _, guesses in p.kinds(1)}
+    assert kinds["prose"] == 0
+    assert kinds["repetition"] == 8
+    news = [p.observe(1, 0, 0, p.costs.plain_ms(1)) for _ in range(3 * TOLD_STEPS)]
+    assert sum(news) == 1
+    settle(p, 0.97, evidence=2)
+    assert any(p.observe(1, 0, 0, p.costs.plain_ms(1)) for _ in range(2 * TOLD_STEPS))
+
+
+class Sightless:
+    """Looks for as long as it is told to and finds nothing."""
+
+    name, classes, costs_time = "sightless", (("any", 1),), False
+
+    def __init__(self, look_ms: float) -> None:
+        self.look_ms, self.now, self.looks = look_ms, 0.0, 0
+
+    def look(self, requests):
+        self.looks += 1
+        self.now += self.look_ms / 1e3
+        return [0] * len(requests)
+
+
+def test_looking_in_vain_takes_a_hundredth_of_the_time_at_most() -> None:
+    request = Request("a", [1, 2, 3], SamplingParams())
+    request.append(4, 0.0)
+    request.num_computed_tokens = 3
+    plain_ms = policy().costs.plain_ms(1)
+    for look_ms, most in ((0.001, 400), (5 * LOOK_SHARE * plain_ms, 90)):
+        drafter = Sightless(look_ms)
+        s = Speculator(drafter, policy(), 4, clock_s=lambda drafter=drafter: drafter.now)
+        for _ in range(400):
+            s.prepare([request])
+        assert most / 1.5 < drafter.looks <= most, look_ms
