@@ -2,6 +2,7 @@
 
 `base.py` says what a drafter is; `ngram.py` and `draft_model.py` are two. `policy.py` decides how many guesses are
 worth their cost, `speculator.py` brings both together once a step, `window.py` gives the guesses room in a step and
-`verifier.py` says which of them came true. The text is the same with and without: docs/decisions/0017-speculative-
-decoding.md.
+`verifier.py` says which of them came true. Where a GPU decodes ahead of the host, a draft model does so too: `ahead.py`
+queues the cycles that `cycles.py` captures, on the state of `window_state.py`. The text is the same with and without:
+docs/decisions/0017-speculative-decoding.md.
 """

@@ -222,7 +222,7 @@ def test_windows_follow_what_is_wanted_from_cycle_to_cycle(folders: list[Any], p
         assert made.output(name).token_ids == expected
         lengths = {len(w.token_ids) for step in steps_of(made) for w in step.drafts}
     assert lengths >= {1, 2, 3, 5}
-    assert steps.count == 0
+    assert steps.count <= 1, "for a last token, which leaves no room for a guess"
 
 
 @pytest.mark.parametrize("seed", range(4))
