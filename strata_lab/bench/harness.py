@@ -26,7 +26,7 @@ VERSIONED = ("torch", "triton", "transformers")
 GIB = 1 << 30
 QUIET_SHARE = 0.1  # of all cores: what a machine at rest uses for itself
 QUIET_SAMPLE_S = 1.0
-DISTURBED_SHARE = 0.03  # of all cores, that other programs may take during a run: clock ticks blur about as much
+DISTURBED_SHARE = 0.1  # of all cores, that other programs may take during a run
 RECORD_FIELDS = (
     "name", "date", "commit", "script", "hardware", "versions", "conditions", "metrics", "spread", "peer", "note",
 )  # fmt: skip
@@ -201,7 +201,7 @@ def a_b_a(switch: Callable[[str], None], measure: Callable[[], T], rounds: int) 
     return results["a"], results["b"]
 
 
-def undisturbed(measure: Callable[[], T], most_share: float = DISTURBED_SHARE, tries: int = 3) -> tuple[T, float]:
+def undisturbed(measure: Callable[[], T], most_share: float = DISTURBED_SHARE, tries: int = 2) -> tuple[T, float]:
     """A run during which other programs took at most `most_share` of all processors, or the calmest of `tries`.
 
     Returns the run and that share, 0 to 1; one run and 0 on systems that do not tell.
