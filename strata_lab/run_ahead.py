@@ -177,7 +177,7 @@ class RunAhead:
 
     @torch.inference_mode()
     def step_ms(self, recorder: Recorder, width: int = MIN_TABLE_WIDTH) -> float:
-        """Device milliseconds of a queued greedy step of one request, by a capture of its own; while others run, too."""
+        """Device milliseconds of a queued greedy step of one request, by a capture of its own; others may run."""
         graph = self.captured_by(recorder, 1, width, drawn=False)
         return self.best_ms(graph.replay) / graph.steps
 
