@@ -331,8 +331,9 @@ def _drain(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _plain_runner(runner: Runner | RunAhead) -> Runner:
-    return runner.runner if isinstance(runner, RunAhead) else runner
+def _plain_runner(runner: Runner | RunAhead | DraftAhead) -> Runner:
+    ahead = runner.ahead if isinstance(runner, DraftAhead) else runner
+    return ahead.runner if isinstance(ahead, RunAhead) else ahead
 
 
 def changed_fields(before: Optimizations, after: Optimizations) -> Mapping[str, Any]:

@@ -218,7 +218,8 @@ class CudaRecorder:
     def record(self, work: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
         """Warm up, then capture on the same stream, whose workspaces the kernels then know.
 
-        Captured kernels keep the stream's priority: decode steps go before prompts that run beside them.
+        Captured kernels keep the stream's priority: decode steps go before prompts that run beside them. A graph knows
+        addresses, not tensors: what `work` refers to lives as long as the replay that is returned.
         """
         side = self._stream = self._stream or torch.cuda.Stream(device, priority=HIGH_PRIORITY)
         side.wait_stream(torch.cuda.current_stream(device))
@@ -230,7 +231,11 @@ class CudaRecorder:
         with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             result = work()
         self._pool = self._pool or graph.pool()
-        return graph.replay, result
+
+        def replay(graph: Any = graph, kept: Any = work) -> None:
+            graph.replay()
+
+        return replay, result
 
 
 class CpuRecorder:

@@ -34,6 +34,7 @@ REPLAYS_AHEAD = 2  # queued at most: one that runs while the host books the one 
 STEPS_PER_REPLAY = 2  # at batch sizes up to SMALL_BATCH; halves the gaps between graphs where steps are short
 SMALL_BATCH = 2
 WARM_UP_REPLAYS = 3
+TIMED_REPLAYS = 5
 LOOKAHEAD_TOKENS = 2 * REPLAYS_AHEAD * STEPS_PER_REPLAY  # blocks to reserve, so that a full queue never waits for one
 
 
@@ -173,6 +174,24 @@ class RunAhead:
         last.synchronize()
         fed = graph.state.input_ids[: len(items)].tolist()  # SYNC: for the record only
         return first.elapsed_time(last) / (replays * graph.steps), len(set(fed))
+
+    @torch.inference_mode()
+    def step_ms(self, recorder: Recorder, width: int = MIN_TABLE_WIDTH) -> float:
+        """Device milliseconds of a queued greedy step of one request, by a capture of its own; others may run."""
+        graph = self.captured_by(recorder, 1, width, drawn=False)
+        return self.best_ms(graph.replay) / graph.steps
+
+    def best_ms(self, replay: Callable[[], None]) -> float:
+        """Device milliseconds of a replay: the best of a few."""
+        times = []
+        for _ in range(TIMED_REPLAYS):
+            begin, end = self.clock(), self.clock()
+            begin.record()
+            replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return min(times)
 
     # -- what was computed ahead ----------------------------------------------------------------------------------
 

@@ -79,6 +79,8 @@ class AheadDrafter:
         model: knows which texts it has taken in.
     """
 
+    name: str
+    classes: tuple[tuple[str, int], ...]
     costs_time = False  # a cycle's cost has its drafts in it
 
     def __init__(self, model: DraftModel) -> None:

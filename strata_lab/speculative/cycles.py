@@ -23,7 +23,6 @@ from strata_lab.speculative.window_state import WindowOps, WindowState
 
 DRAFTS = (1, 2, 3, 5, 7)  # of a captured cycle: the target's rows are one more, and few sizes compile few kernels
 MIN_WIDTH = 64  # blocks of a captured table: a longer text captures all of them again
-TIMED_REPLAYS = 5
 
 
 @dataclass
@@ -109,19 +108,6 @@ class Cycles:
     @torch.inference_mode()
     def costs(self) -> StepCosts:
         """Milliseconds of a plain step of one request, and of a cycle by its tokens; captures what it times."""
-        plain = self.ahead.captured_by(self.recorder, 1, MIN_WIDTH, drawn=False)
         captured = self.captured(1, MIN_WIDTH, MIN_WIDTH, drawn=False)
-        windows = {1 + count: self._ms(captured.replays[count, False]) for count in self.drafts}
-        return StepCosts({1: self._ms(plain.replay) / plain.steps}, windows)
-
-    def _ms(self, replay: Callable[[], None]) -> float:
-        """Device milliseconds of a replay: the best of a few."""
-        times = []
-        for _ in range(TIMED_REPLAYS):
-            begin, end = self.ahead.clock(), self.ahead.clock()
-            begin.record()
-            replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        return min(times)
+        windows = {1 + count: self.ahead.best_ms(captured.replays[count, False]) for count in self.drafts}
+        return StepCosts({1: self.ahead.step_ms(self.recorder, MIN_WIDTH)}, windows)

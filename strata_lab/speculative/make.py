@@ -21,6 +21,7 @@ from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import EagerStep, Runner, Step, StepInputs
 from strata_lab.settings import ConfigError
 from strata_lab.speculative.ahead import AheadDrafter, DraftAhead
+from strata_lab.speculative.costs import StepCosts
 from strata_lab.speculative.cycles import Cycles
 from strata_lab.speculative.draft_model import DraftModel
 from strata_lab.speculative.draft_vocabulary import DraftVocabulary
@@ -46,6 +47,10 @@ def speculator(
     if isinstance(runner, RunAhead) and isinstance(drafter, DraftModel):
         return _ahead(drafter, runner, most, recorder())
     costs = measured_costs(step, runner.block_size, runner.device)
+    if isinstance(runner, RunAhead):  # its plain steps do not wait for each other's tokens, as the timed ones did
+        points = costs.points()
+        faster = runner.step_ms(recorder()) / points["plain"][1]
+        costs = StepCosts({n: ms * faster for n, ms in points["plain"].items()}, points["window"])
     times = DraftTimes(drafter.first_ms()) if drafter.costs_time else None
     draft_ms: Callable[[int], float] = times or (lambda count: 0.0)
     return Speculator(drafter, DraftPolicy(costs, drafter.classes, most, draft_ms), most, times)

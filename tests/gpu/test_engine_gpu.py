@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 
 from strata_lab.config import WEIGHT_FORMATS
 from strata_lab.engine import LLMEngine
+from strata_lab.graph_runner import CudaRecorder
 from strata_lab.sampling_params import SamplingParams
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.test_models import our_logits
@@ -71,3 +73,20 @@ def test_close_gives_the_memory_back() -> None:
             engine.generate(prompts(2), GREEDY)
             assert used() > before + engine.stats().kv_bytes // 2
     assert used() - before < 32 * 2**20
+
+
+def test_a_capture_keeps_what_its_work_refers_to() -> None:
+    """Nobody else holds the tensor; its memory would be given to the next one of its size."""
+    out = torch.zeros(1 << 16, device="cuda")
+
+    def recorded() -> Any:
+        held = torch.full_like(out, 3.0)
+        return CudaRecorder().record(lambda: out.copy_(held), out.device)[0]
+
+    replay = recorded()
+    gc.collect()
+    others = [torch.full_like(out, 5.0) for _ in range(16)]
+    out.zero_()
+    replay()
+    torch.cuda.synchronize()
+    assert bool((out == 3.0).all()) and len(others) == 16

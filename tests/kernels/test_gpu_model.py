@@ -5,6 +5,7 @@ In the interpreter a replay runs the captured work again; on a GPU `tests/gpu` d
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -105,7 +106,8 @@ def test_tokens_of_captured_steps_with_device_sampling_equal_the_references(
                 eager = EagerStep(model, parts.kv, torch.float32)
                 sampling = GpuSampling(BLOCK_SIZE, engine.model_config.vocab_size, device)
                 plain = Runner(eager, Sampler(), BLOCK_SIZE, device)
-                runner = RunAhead(plain, eager, recorder := Replays(), sampling, clock=Mark)
+                clock: Any = Mark if device.type == "cpu" else partial(torch.cuda.Event, enable_timing=True)
+                runner = RunAhead(plain, eager, recorder := Replays(), sampling, clock=clock)
                 runner.max_model_len = 64
                 object.__setattr__(parts, "runner", runner)
             engine._loop.parts = parts

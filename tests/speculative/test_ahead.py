@@ -23,6 +23,8 @@ from strata_lab.sampling_params import SamplingParams
 from strata_lab.speculative.ahead import AheadDrafter, DraftAhead
 from strata_lab.speculative.cycles import Cycles
 from strata_lab.speculative.draft_vocabulary import DraftVocabulary
+from strata_lab.speculative.make import speculator
+from strata_lab.speculative.ngram import NgramDrafter
 from strata_lab.speculative.speculator import Speculator
 from strata_lab.speculative.window_state import TORCH_WINDOWS
 from tests.checkpoints import VOCAB, write_checkpoint
@@ -283,3 +285,14 @@ def test_what_it_costs_is_measured_for_every_window(folders: list[Any]) -> None:
         points = runner.cycles.costs().points()
         assert sorted(points["window"]) == [2, 3, 4]
         assert points["plain"] == {1: 0.5}, "a replay of two steps takes 1 ms here"
+
+
+def test_copies_are_judged_by_what_queued_plain_steps_cost(folders: list[Any]) -> None:
+    made, _, _ = engine(folders)
+    with made:
+        ahead = made._loop.parts.runner.ahead
+        speculation = speculator(NgramDrafter(), ahead.eager, ahead, 4, Replays)
+    assert speculation.runner is None, "the engine's ordinary one verifies them"
+    points = speculation.policy.costs.points()
+    assert points["plain"][1] == pytest.approx(0.5)
+    assert set(points["window"]) == set(points["plain"])
