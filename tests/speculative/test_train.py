@@ -85,7 +85,7 @@ def test_the_engine_guesses_with_it_as_often_right_as_was_measured(trained, targ
         assert [o.token_ids for o in engine.generate(wanted, GREEDY)] == [o.token_ids for o in plain]
         stats = engine.stats()
         drafter = engine._loop.parts.speculation.drafter
-        assert drafter.vocabulary.to_target.shape == (RECIPE.vocab,)
+        assert drafter.to_target.shape == (RECIPE.vocab,)
         parts, made = engine._loop.parts, getattr(drafter.step, "eager", drafter.step)
         assert made.model.weights.embedding is parts.weights.embedding, "no second embedding in memory"
         promised = draft_memory(str(done.folder), "cpu", max_num_seqs=16, max_model_len=200, block_size=16)
