@@ -65,7 +65,9 @@ class DraftModel:
     ) -> None:  # fmt: skip
         self.step, self.blocks, self.device, self.name = step, blocks, device, name
         self.to_target = to_target
-        self._vocabulary = AllTokens() if to_target is None else DraftVocabulary(to_target, vocab_size)
+        self._vocabulary: AllTokens | DraftVocabulary = (
+            AllTokens() if to_target is None else DraftVocabulary(to_target, vocab_size)
+        )
         self._followers: dict[Request, _Follower] = {}
         self._sampler = Sampler()
 
