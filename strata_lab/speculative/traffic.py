@@ -74,9 +74,13 @@ class TrafficFile:
 
 def _drop_cut_line(path: Path) -> None:
     """Take away a last line that an interruption cut off: the next text would become a part of it."""
-    content = path.read_bytes() if path.exists() else b""
-    if content and not content.endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
+    if not path.exists() or not path.stat().st_size:
+        return
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        whole = file.read() == b"\n"
+    if not whole:
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 class Recorder:
