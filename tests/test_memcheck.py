@@ -59,6 +59,13 @@ def plan(**changes: Any) -> Plan:
     return Plan(**(base | changes))
 
 
+def test_a_draft_model_takes_its_part_of_the_memory() -> None:
+    without, with_draft = check(plan()), check(plan(draft_bytes=3 * GIB))
+    assert with_draft.total_bytes - with_draft.kv_bytes == without.total_bytes - without.kv_bytes + 3 * GIB
+    assert ("draft model", 3 * GIB) in [row[:2] for row in rows(with_draft)]
+    assert check(plan(draft_bytes=48 * GIB)).verdict == "too small"
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells what a process has taken")
 @pytest.mark.parametrize("weight_format", ["int8", "bf16"])
 def test_the_forecast_is_within_5_percent_of_what_an_engine_takes(weight_format: str) -> None:

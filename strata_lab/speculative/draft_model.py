@@ -48,7 +48,9 @@ class DraftModel:
         blocks: tables of its own pool.
         device: where its step runs.
         name: for events.
-        vocabulary: where the logits are over some of the target's tokens; None where they are over all.
+        to_target: [Vd] int64 ascending, the target's token for each of its logits; None where the two vocabularies are
+            one.
+        vocab_size: of the target, with `to_target`.
 
     Attributes:
         step_ms: what one of its steps took when it was made.
@@ -59,11 +61,14 @@ class DraftModel:
     step_ms = 0.0
 
     def __init__(
-        self, step: Step, blocks: BlockManager, device: torch.device, name: str,
-        vocabulary: DraftVocabulary | None = None,
+        self, step: Step, blocks: BlockManager, device: torch.device, name: str, to_target: torch.Tensor | None = None,
+        vocab_size: int = 0,
     ) -> None:  # fmt: skip
         self.step, self.blocks, self.device, self.name = step, blocks, device, name
-        self.vocabulary = vocabulary or AllTokens()
+        self.to_target = to_target
+        self._vocabulary: AllTokens | DraftVocabulary = (
+            AllTokens() if to_target is None else DraftVocabulary(to_target, vocab_size)
+        )
         self._followers: dict[Request, _Follower] = {}
         self._sampler = Sampler()
 
@@ -105,7 +110,7 @@ class DraftModel:
         while True:
             logits = self._run(slices)
             asking, ahead = [requests[i] for i in rows], [drafts[i] for i in rows]
-            chosen = self.vocabulary.sample(self._sampler, logits, asking, ahead)
+            chosen = self._vocabulary.sample(self._sampler, logits, asking, ahead)
             for i, token_id in zip(rows, chosen, strict=True):
                 if token_id != NO_TOKEN:
                     drafts[i].append(token_id)

@@ -23,8 +23,6 @@ Ahead = Sequence[Sequence[int]]
 class AllTokens:
     """A draft model that speaks all of the target's tokens."""
 
-    to_target: Tensor | None = None
-
     def sample(self, sampler: Sampler, logits: Tensor, requests: Sequence[Request], ahead: Ahead) -> list[int]:
         """A token of the target for each row, or `NO_TOKEN`."""
         return sampler.sample(logits, requests, ahead).token_ids
@@ -34,14 +32,12 @@ class DraftVocabulary:
     """Some of the target's tokens.
 
     Args:
-        to_target: their ids in the target's vocabulary, ascending.
+        to_target: their ids in the target's vocabulary, [Vd] int64 ascending, where the logits are.
         vocab_size: of the target.
-        device: of the logits.
     """
 
-    def __init__(self, to_target: Sequence[int], vocab_size: int, device: torch.device) -> None:
-        self._ids, self._vocab_size = list(to_target), vocab_size
-        self.to_target = torch.tensor(self._ids, dtype=torch.int64, device=device)
+    def __init__(self, to_target: Tensor, vocab_size: int) -> None:
+        self._to_target, self._ids, self._vocab_size = to_target, to_target.tolist(), vocab_size
 
     def sample(self, sampler: Sampler, logits: Tensor, requests: Sequence[Request], ahead: Ahead) -> list[int]:
         """A token of the target for each row, or `NO_TOKEN`.
@@ -60,4 +56,4 @@ class DraftVocabulary:
     def spread(self, logits: Tensor) -> Tensor:
         """[S, Vd] -> [S, V] with -inf for all other tokens."""
         wide = logits.new_full((logits.shape[0], self._vocab_size), -torch.inf)
-        return wide.index_copy_(1, self.to_target, logits)
+        return wide.index_copy_(1, self._to_target, logits)

@@ -24,7 +24,6 @@ from strata_lab.speculative.ahead import AheadDrafter, DraftAhead
 from strata_lab.speculative.costs import StepCosts
 from strata_lab.speculative.cycles import Cycles
 from strata_lab.speculative.draft_model import DraftModel
-from strata_lab.speculative.draft_vocabulary import DraftVocabulary
 from strata_lab.speculative.policy import DraftPolicy
 from strata_lab.speculative.speculator import DraftTimes, Speculator
 from strata_lab.speculative.timing import measured_costs, time_ms
@@ -114,8 +113,12 @@ def model_drafter(
     step: Step, num_blocks: int, block_size: int, device: torch.device, name: str, part: DraftPart | None
 ) -> DraftModel:
     """A draft model on a pool of `num_blocks`, with the time of one of its steps."""
-    vocabulary = None if part is None else DraftVocabulary(part.to_target, part.vocab_size, device)
-    drafter = DraftModel(step, BlockManager(num_blocks, block_size), device, name, vocabulary)
+    blocks = BlockManager(num_blocks, block_size)
+    if part is None:
+        drafter = DraftModel(step, blocks, device, name)
+    else:
+        to_target = torch.tensor(part.to_target, dtype=torch.int64, device=device)
+        drafter = DraftModel(step, blocks, device, name, to_target, part.vocab_size)
     inputs = StepInputs.idle(1, 2, device)
     with torch.inference_mode():
         step(inputs)

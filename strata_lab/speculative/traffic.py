@@ -49,6 +49,7 @@ class TrafficFile:
         self.path = path
         self._lock = threading.Lock()
         try:
+            _drop_cut_line(path)
             self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, OWNER_ONLY), "a")
         except OSError as error:
             raise ConfigError(
@@ -69,6 +70,17 @@ class TrafficFile:
         """Let go of the file. Safe to repeat."""
         with self._lock:
             self._file.close()
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Take away a last line that an interruption cut off: the next text would become a part of it."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        whole = file.read() == b"\n"
+    if not whole:
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 class Recorder:

@@ -33,7 +33,7 @@ def requests(count: int, **params: object) -> list[Request]:
 def test_choosing_among_some_equals_choosing_among_all_with_nothing_outside(name: str) -> None:
     logits = 2 * torch.randn(ROWS, VD, generator=torch.Generator().manual_seed(1))
     logits[::7, 3] = logits[::7].amax(dim=1)  # ties
-    vocabulary = DraftVocabulary(TO_TARGET, V, torch.device("cpu"))
+    vocabulary = DraftVocabulary(torch.tensor(TO_TARGET), V)
     asked, ahead = requests(ROWS, **PARAMS[name]), [[TO_TARGET[2]]] * ROWS
     wide = torch.full((ROWS, V), -torch.inf)
     wide[:, torch.tensor(TO_TARGET)] = logits
@@ -46,5 +46,5 @@ def test_choosing_among_some_equals_choosing_among_all_with_nothing_outside(name
 def test_a_row_without_a_best_token_gets_no_guess() -> None:
     logits = torch.zeros(2, VD)
     logits[0] = torch.nan
-    vocabulary = DraftVocabulary(TO_TARGET, V, torch.device("cpu"))
+    vocabulary = DraftVocabulary(torch.tensor(TO_TARGET), V)
     assert vocabulary.sample(Sampler(), logits, requests(2, temperature=0), [[], []]) == [NO_TOKEN, TO_TARGET[0]]

@@ -22,6 +22,10 @@ def test_texts_survive_a_file_and_a_cut_line_is_left_out(tmp_path) -> None:
     assert path.stat().st_mode & 0o077 == 0, "nobody else may read it"
     path.write_text(path.read_text() + '{"prompt": [1')
     assert list(read_texts(path, VOCAB)) == TEXTS
+    more = TrafficFile(path)
+    more.add(TEXTS[0])
+    more.close()
+    assert list(read_texts(path, VOCAB)) == [*TEXTS, TEXTS[0]], "a text behind a cut line is whole"
     for line in ('{"prompt": [1]}', '{"prompt": [1], "output": [999], "temperature": 0}', "3"):
         path.write_text(line + "\n")
         with pytest.raises(ConfigError, match="texts.jsonl:1"):

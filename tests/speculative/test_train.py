@@ -17,6 +17,7 @@ from strata_lab.models.loader import open_checkpoint
 from strata_lab.quant.forward import sequence_logits
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.settings import ConfigError
+from strata_lab.speculative.forecast import draft_memory
 from strata_lab.speculative.traffic import Text
 from strata_lab.speculative.train.making import before_loop
 from strata_lab.speculative.train.measure import HeldOut, acceptance
@@ -84,7 +85,13 @@ def test_the_engine_guesses_with_it_as_often_right_as_was_measured(trained, targ
         assert [o.token_ids for o in engine.generate(wanted, GREEDY)] == [o.token_ids for o in plain]
         stats = engine.stats()
         drafter = engine._loop.parts.speculation.drafter
-        assert drafter.vocabulary.to_target.shape == (RECIPE.vocab,)
+        assert drafter.to_target.shape == (RECIPE.vocab,)
+        parts, made = engine._loop.parts, getattr(drafter.step, "eager", drafter.step)
+        assert made.model.weights.embedding is parts.weights.embedding, "no second embedding in memory"
+        promised = draft_memory(str(done.folder), "cpu", max_num_seqs=16, max_model_len=200, block_size=16)
+        assert promised.kv_bytes == made.kv.nbytes
+        own = made.model.weights.nbytes - made.model.weights.embedding.nbytes
+        assert promised.weights_bytes == pytest.approx(own, rel=0.05)
         first = stats.accepted_by_position[0] / stats.drafted_by_position[0]
     assert stats.num_drafted_tokens > 50
     assert abs(first - done.after.by_position[0]) < 0.25

@@ -29,6 +29,7 @@ from strata_lab.speculative.train.vocabulary import check_count, coverage, most_
 from strata_lab.telemetry import hardware
 
 TRAFFIC_SUFFIX = ".jsonl"
+STATE = "state.pt"
 STREAMS = {"cpu": 16, "cuda": 128}  # requests at the same time: what the steps are fastest with
 BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}  # of a step that computes prompts
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}  # of a training step
@@ -70,7 +71,7 @@ def train_draft(recipe: Recipe, out: Path, *, resume: bool = False, progress: Pr
     schedule, device = schedule_of(recipe), device_of(recipe)
     _check(recipe)
     work = _work_folder(out, resume)
-    texts = gather(recipe, work / f"texts{TRAFFIC_SUFFIX}", progress)
+    texts = gather(recipe, work, progress)
     checkpoint = open_model(recipe.target)
     try:
         config = checkpoint.config
@@ -85,7 +86,7 @@ def train_draft(recipe: Recipe, out: Path, *, resume: bool = False, progress: Pr
         teacher.fit_head(draft, (rows.to(device) for rows in first))
         progress("asking the target about the texts kept for measuring", 0.0)
         held_out = HeldOut(teacher, held, schedule.most_tokens, device)
-        training = Training(teacher, draft, learned, held_out, schedule, work / "state.pt")
+        training = Training(teacher, draft, learned, held_out, schedule, work / STATE)
         course = training.run(progress)
         before, after = course.measured[0][1], course.measured[-1][1]
         facts = _facts(recipe, learned, coverage(held, to_target), course)
@@ -96,8 +97,12 @@ def train_draft(recipe: Recipe, out: Path, *, resume: bool = False, progress: Pr
     return Trained(out, nbytes, before, after, course)
 
 
-def gather(recipe: Recipe, made: Path, progress: Progress) -> list[Text]:
-    """The texts to learn from: recorded ones, and those that the target writes into `made` where they are missing."""
+def gather(recipe: Recipe, work: Path, progress: Progress) -> list[Text]:
+    """The texts to learn from: recorded ones, and those that the target writes into the folder `work`.
+
+    Once training has begun no more are written: it goes on with the same ones.
+    """
+    made = work / f"texts{TRAFFIC_SUFFIX}"
     recorded = [path for path in recipe.data if path.suffix == TRAFFIC_SUFFIX]
     checkpoint = open_model(recipe.target)
     vocab_size = checkpoint.config.vocab_size
@@ -105,7 +110,7 @@ def gather(recipe: Recipe, made: Path, progress: Progress) -> list[Text]:
     texts = [text for path in recorded for text in read_texts(path, vocab_size)]
     written = list(read_texts(made, vocab_size)) if made.is_file() else []
     missing = recipe.make_tokens - sum(len(text.output) for text in written)
-    if missing > 0:
+    if missing > 0 and not (work / STATE).is_file():
         write_texts(recipe, made, missing, recipe.seed + len(written), progress)
         written = list(read_texts(made, vocab_size))
     return texts + written
