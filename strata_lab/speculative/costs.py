@@ -2,9 +2,9 @@
 
 Two curves, since a step of plain decodes and one that verifies drafts may run differently (on a GPU the first is queued
 ahead of the host). A change of pace that hits all steps alike (a longer context, a warmer processor, another program)
-goes into one common factor at once; a point of a curve moves slowly. What steps with drafts take beyond expectation goes
-into a factor of their own: were it taken for a change of pace, plain steps would seem slower, and drafts would seem to
-pay the more the longer they took. Nothing is known beyond the largest step that was measured.
+goes into one common factor at once; a point of a curve moves slowly. What steps with drafts take
+beyond expectation goes into a factor of their own: were it taken for a change of pace, plain steps would seem slower,
+and drafts would seem to pay the more the longer they took. Nothing is known beyond the largest step that was measured.
 """
 
 from __future__ import annotations

@@ -135,7 +135,8 @@ class DraftPolicy:
         best_rate, best = num_requests / self.costs.plain_ms(num_requests) * MARGIN, 0
         heap = [(-first, i) for i, (first, _) in enumerate(chances) if caps[i]]
         heapq.heapify(heap)
-        taken, counts, tokens = [], [0] * len(caps), float(num_requests)
+        taken: list[int] = []
+        counts, tokens = [0] * len(caps), float(num_requests)
         room = self.costs.most_tokens - num_requests
         while heap and len(taken) < room:
             worth, i = heap[0]
