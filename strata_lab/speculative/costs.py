@@ -66,10 +66,13 @@ class StepCosts:
     Args:
         plain: milliseconds by number of requests that decode.
         window: milliseconds by number of tokens, drafts included, of a step that verifies.
+        most_tokens: of a step with drafts that is to be planned; 0 is the largest of `window`. More where it is known
+            that the curve goes on as it does between its last points.
     """
 
-    def __init__(self, plain: Mapping[int, float], window: Mapping[int, float]) -> None:
+    def __init__(self, plain: Mapping[int, float], window: Mapping[int, float], most_tokens: int = 0) -> None:
         self._plain, self._window = Curve(plain), Curve(window)
+        self.most_tokens = most_tokens or self._window.last
         self.pace = self.window_pace = 1.0
 
     def plain_ms(self, num_requests: int) -> float:
@@ -79,11 +82,6 @@ class StepCosts:
     def window_ms(self, num_tokens: int) -> float:
         """A step that verifies."""
         return self._window.ms(num_tokens) * self.pace * self.window_pace
-
-    @property
-    def most_tokens(self) -> int:
-        """Of a step with drafts whose cost is known."""
-        return self._window.last
 
     def best_gain(self, num_requests: int, most: int, chance: float, draft_ms: Callable[[int], float]) -> float:
         """How much faster than plain steps those with drafts could be, if each guess came true with `chance`.

@@ -189,6 +189,8 @@ def test_no_step_is_planned_that_is_larger_than_any_that_was_measured() -> None:
     assert sum(p.plan([f"r{i}" for i in range(6)], [20] * 6, 6)) == 2
     assert sum(p.plan([f"r{i}" for i in range(9)], [20] * 9, 9)) == 0
     assert p.rests(9)
+    p = DraftPolicy(StepCosts(points, points, most_tokens=18), CLASSES, 8)
+    assert sum(p.plan([f"r{i}" for i in range(9)], [20] * 9, 9)) == 9, "unless the line is known to go on"
 
 
 def test_measuring_keeps_the_best_of_each_size_and_heeds_its_budget() -> None:
