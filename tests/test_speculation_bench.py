@@ -20,8 +20,12 @@ ECHO = TextKind("chat", "anything", lambda p, n: f"{n} ab ab ab ab", chat=False,
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    folder = write_tiny_model(tmp_path_factory.mktemp("tiny"))
+def folder(tmp_path_factory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=speculation.MAX_MODEL_LEN)
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
     with LLMEngine(folder, device="cpu", max_num_seqs=4, num_draft_tokens=3) as made:
         yield made
 
@@ -140,6 +144,18 @@ def test_pieces_of_a_run_join_and_what_is_measured_anew_replaces(tmp_path: Path)
         ("edit", 1.4), ("chat", 1.0), ("prose", 1.1),
     ]  # fmt: skip
     assert found[0]["spread"] == {"runs": 1, "min": 1.4, "median": 1.4, "max": 1.4}
+
+
+def test_the_command_adds_to_its_file_and_shows_table_and_bars(folder, tmp_path: Path, capsys) -> None:
+    common = ["--model", str(folder), "--device", "cpu", "--workloads", "prose", "--results", str(tmp_path)]
+    common += ["--name", "s"]
+    assert speculation.main([*common, "--batches", "1", "--rounds", "1", "--tokens", "20"]) == 0
+    assert speculation.main([*common, "--check", "--tokens", "8"]) == 0
+    found = json.loads((tmp_path / "s.json").read_text())
+    assert [r["name"] for r in found] == ["speculation/ngram/prose/x1", "speculation/ngram/prose/greedy"]
+    shown = capsys.readouterr().out
+    assert "prose (ngram)" in shown
+    assert "reached  greedy texts are those without drafts: 20 of 20" in shown
 
 
 def test_the_table_has_a_row_per_text_and_a_column_per_batch_size(capsys) -> None:

@@ -177,6 +177,11 @@ def test_the_panel_says_why_drafting_is_off_for_all_and_for_a_kind_of_text() -> 
     assert "4%" in rows["prose"]["tip"]
 
 
+def test_a_recording_gives_back_what_is_expected_of_each_kind_of_text() -> None:
+    event = SpeculationEvent(3.0, "ngram", "off", "it lost", (("prose", 0.25, 0.5, 0), ("code", 0.5, 0.75, 2)))
+    assert decode(json.loads(encode(event, 1.0)), 1.0) == event
+
+
 # -- the climb --------------------------------------------------------------------------------------------------------
 
 

@@ -45,7 +45,7 @@ def text_table(records: Sequence[Rec]) -> Any:
     table = Table(
         title="tokens per second with drafts over those without; lowest to highest group", title_justify="left"
     )
-    table.add_column("text")
+    table.add_column("text", no_wrap=True)
     for batch in batches:
         table.add_column(f"x{batch}", justify="right")
     for head in ("tok/s alone", "tokens/step", "accepted by place, %", "steps with drafts"):

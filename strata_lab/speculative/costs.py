@@ -2,7 +2,9 @@
 
 Two curves, since a step of plain decodes and one that verifies drafts may run differently (on a GPU the first is queued
 ahead of the host). A change of pace that hits all steps alike (a longer context, a warmer processor, another program)
-goes into one common factor at once; a point of a curve moves slowly.
+goes into one common factor at once; a point of a curve moves slowly. What steps with drafts take
+beyond expectation goes into a factor of their own: were it taken for a change of pace, plain steps would seem slower,
+and drafts would seem to pay the more the longer they took. Nothing is known beyond the largest step that was measured.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 
-MEASURED_TOKENS = (1, 4, 8, 2, 6, 16, 3, 5, 7, 9, 12, 24, 32)  # the most telling first: time may not last for all
-PACE_SHARE = 0.1  # of a step's surprise that moves the common factor
+MEASURED_TOKENS = (1, 4, 8, 2, 6, 16, 3, 5, 7, 9, 12, 24, 32, 48, 64)  # the most telling first: time may not last
+PACE_SHARE = 0.1  # of a step's surprise that moves the factor of its curve: of plain steps the common one
+COMMON_SHARE = 0.02  # of the surprise of a step with drafts that moves the common factor
 POINT_SHARE = 0.03  # and the step's own point
 OUTLIER = 2.0  # a step that is off by more is taken as off by this much
 
@@ -37,6 +40,11 @@ class Curve:
         slope = (ms[right] - ms[right - 1]) / (tokens[right] - tokens[right - 1])
         return max(0.0, ms[right - 1] + slope * (num_tokens - tokens[right - 1]))
 
+    @property
+    def last(self) -> int:
+        """The largest known number of tokens."""
+        return self._tokens[-1]
+
     def scale(self, num_tokens: int, factor: float) -> None:
         """Move the point of `num_tokens`, which becomes a known one, by a factor."""
         at = bisect_left(self._tokens, num_tokens)
@@ -58,11 +66,14 @@ class StepCosts:
     Args:
         plain: milliseconds by number of requests that decode.
         window: milliseconds by number of tokens, drafts included, of a step that verifies.
+        most_tokens: of a step with drafts that is to be planned; 0 is the largest of `window`. More where it is known
+            that the curve goes on as it does between its last points.
     """
 
-    def __init__(self, plain: Mapping[int, float], window: Mapping[int, float]) -> None:
+    def __init__(self, plain: Mapping[int, float], window: Mapping[int, float], most_tokens: int = 0) -> None:
         self._plain, self._window = Curve(plain), Curve(window)
-        self.pace = 1.0
+        self.most_tokens = most_tokens or self._window.last
+        self.pace = self.window_pace = 1.0
 
     def plain_ms(self, num_requests: int) -> float:
         """A step that gives each a token."""
@@ -70,12 +81,13 @@ class StepCosts:
 
     def window_ms(self, num_tokens: int) -> float:
         """A step that verifies."""
-        return self._window.ms(num_tokens) * self.pace
+        return self._window.ms(num_tokens) * self.pace * self.window_pace
 
     def best_gain(self, num_requests: int, most: int, chance: float, draft_ms: Callable[[int], float]) -> float:
         """How much faster than plain steps those with drafts could be, if each guess came true with `chance`.
 
-        The curve is straight between known points, so one of these or an end is the best number of tokens.
+        The curve is straight between known points, so one of these or an end is the best number of tokens. 0 where no
+        step with so many tokens is known.
 
         Args:
             num_requests: that decode.
@@ -83,7 +95,9 @@ class StepCosts:
             chance: 0.0 to 1.0, whatever came before it.
             draft_ms: what the drafter takes for so many guesses per request.
         """
-        least, end = num_requests + 1, num_requests * (1 + most)
+        least, end = num_requests + 1, min(num_requests * (1 + most), self.most_tokens)
+        if least > end:
+            return 0.0
         sizes = {least, end, *(n for n in self._window.points() if least < n < end)}
         rates = (
             (num_requests + chance * (n - num_requests))
@@ -95,17 +109,23 @@ class StepCosts:
     def observe(self, num_tokens: int, with_drafts: bool, ms: float) -> None:
         """A step of decodes took `ms`."""
         curve = self._window if with_drafts else self._plain
-        expected = curve.ms(num_tokens) * self.pace
+        expected = self.window_ms(num_tokens) if with_drafts else self.plain_ms(num_tokens)
         if ms <= 0 or expected <= 0:
             return
         surprise = min(max(ms / expected, 1 / OUTLIER), OUTLIER)
-        self.pace *= surprise**PACE_SHARE
+        if with_drafts:
+            self.window_pace *= surprise**PACE_SHARE
+            self.pace *= surprise**COMMON_SHARE
+        else:
+            self.pace *= surprise**PACE_SHARE
         curve.scale(num_tokens, surprise**POINT_SHARE)
 
     def points(self) -> dict[str, dict[int, float]]:
         """The two curves at the present pace, "plain" and "window": number of tokens to milliseconds."""
-        both = {"plain": self._plain, "window": self._window}
-        return {name: {n: ms * self.pace for n, ms in curve.points().items()} for name, curve in both.items()}
+        return {
+            "plain": {n: self.plain_ms(n) for n in self._plain.points()},
+            "window": {n: self.window_ms(n) for n in self._window.points()},
+        }
 
 
 def measure(

@@ -22,7 +22,7 @@ from strata_lab.draft_events import KindOfText
 from strata_lab.speculative.acceptance import UNSURE_DRAFTS, Acceptance
 from strata_lab.speculative.costs import StepCosts
 
-MARGIN = 1.04  # a plan must promise this much more than plain decoding
+MARGIN = 1.06  # a plan must promise this much more than plain decoding
 OFF_BELOW = 0.99  # net speed of steps with drafts over plain ones
 ON_ABOVE = 1.02
 JUDGED_STEPS = 16  # steps with drafts that a verdict needs
@@ -96,7 +96,7 @@ class DraftPolicy:
             return True
         if self._hope(num_requests) < MARGIN:
             trial.state = "off"
-            trial.reason = f"verifying guesses would cost more than they give with {_requests(num_requests)}"
+            trial.reason = f"no step that verifies guesses is known to pay with {_requests(num_requests)}"
             return True
         trial.state = "on"
         return self._since_plain >= REFRESH_STEPS
@@ -135,8 +135,10 @@ class DraftPolicy:
         best_rate, best = num_requests / self.costs.plain_ms(num_requests) * MARGIN, 0
         heap = [(-first, i) for i, (first, _) in enumerate(chances) if caps[i]]
         heapq.heapify(heap)
-        taken, counts, tokens = [], [0] * len(caps), float(num_requests)
-        while heap:
+        taken: list[int] = []
+        counts, tokens = [0] * len(caps), float(num_requests)
+        room = self.costs.most_tokens - num_requests
+        while heap and len(taken) < room:
             worth, i = heap[0]
             counts[i] += 1
             taken.append(i)

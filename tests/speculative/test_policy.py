@@ -173,6 +173,26 @@ def test_costs_follow_a_machine_that_slows_down_and_ignore_a_hiccup() -> None:
     assert costs.window_ms(8) == pytest.approx(16.0, rel=0.02)
 
 
+def test_dear_steps_with_drafts_do_not_make_plain_ones_look_dear() -> None:
+    costs = StepCosts({1: 5.0, 8: 10.0}, {1: 5.0, 8: 10.0})
+    for _ in range(20):
+        costs.observe(8, True, 20.0)
+    assert costs.window_ms(8) > 19.0
+    assert costs.plain_ms(1) < 6.0
+
+
+def test_no_step_is_planned_that_is_larger_than_any_that_was_measured() -> None:
+    points = {1: 6.0, 8: 6.5}  # a line on which more is always better
+    p = DraftPolicy(StepCosts(points, points), CLASSES, 8)
+    settle(p, 0.97, name="r0")
+    assert p.plan(["r0"], [20], 1) == [7]
+    assert sum(p.plan([f"r{i}" for i in range(6)], [20] * 6, 6)) == 2
+    assert sum(p.plan([f"r{i}" for i in range(9)], [20] * 9, 9)) == 0
+    assert p.rests(9)
+    p = DraftPolicy(StepCosts(points, points, most_tokens=18), CLASSES, 8)
+    assert sum(p.plan([f"r{i}" for i in range(9)], [20] * 9, 9)) == 9, "unless the line is known to go on"
+
+
 def test_measuring_keeps_the_best_of_each_size_and_heeds_its_budget() -> None:
     now = 0.0
 
