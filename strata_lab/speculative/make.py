@@ -60,7 +60,7 @@ def _ahead(model: DraftModel, runner: RunAhead, most: int, recorder: Recorder) -
     assert isinstance(drafting, EagerStep), type(drafting)
     num_logits = drafting.model.weights.head.shape[0]
     sampling = GpuSampling(runner.block_size, num_logits, runner.device)
-    cycles = Cycles(runner, drafting, sampling, model.vocabulary.to_target, sampling.windows, recorder, most)
+    cycles = Cycles(runner, drafting, sampling, model.to_target, sampling.windows, recorder, most)
     drafter = AheadDrafter(model)
     policy = DraftPolicy(cycles.costs(), drafter.classes, most)
     return Speculator(drafter, policy, most, runner=DraftAhead(runner, model, cycles))
