@@ -19,6 +19,7 @@ WIDE_X_REGISTERS = 32  # the same where x takes many
 HELD_REGISTERS = 96  # the same where x takes few
 INT4_PRELOAD = 12  # tiles
 SHORT_TILES = 48  # of a row that four warps share
+SHORT_PRELOAD = 8  # tiles of such a row
 BIG, LONG = 1 << 14, 1 << 15  # rows of a weight
 TILE_ROWS = 8  # of a weight tile: one per four lanes
 TILE_BYTES = 64  # of a weight row in a tile: 16 per lane
@@ -51,6 +52,8 @@ def default_config(weight: LinearWeight, t: int) -> MmaConfig:
         return _measured(weight.shape[0], tiles, t > 8)
     if weight.format == "int8" and weight.group_size == 0 and tiles > 8:  # as many bytes; more of x ahead would spill
         return replace(_measured(weight.shape[0], tiles, t > 8), ahead=1)
+    if weight.format == "bf16" and tiles <= SHORT_TILES:  # measured on an H200 with 576 and 1,536 columns
+        return MmaConfig(2, 4, SHORT_PRELOAD, 2, MAX_COLUMNS)
     warps = 16 if tiles > 128 and weight.group_size == 0 else 8 if tiles > 4 else 4
     held = 8 + (4 if weight.group_size else 0)
     wide = t * slots(weight) > 8
