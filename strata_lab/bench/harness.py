@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
@@ -184,6 +185,20 @@ def a_b_a(switch: Callable[[str], None], measure: Callable[[], T], rounds: int) 
         switch(side)
         results[side].append(measure())
     return results["a"], results["b"]
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Between which of the values the median of what they were drawn from lies, whatever its distribution.
+
+    The k-th smallest and the k-th largest value, with k from the binomial distribution of how many lie below a median.
+    Fewer than six values cannot tell with 95% confidence; then their minimum and maximum, which is all they can say.
+    """
+    ordered, n = sorted(values), len(values)
+    k, below = 0, 0.0  # below: chance that at most k values lie on one side
+    while (below := below + math.comb(n, k) / 2**n) <= (1 - confidence) / 2:
+        k += 1
+    k = max(k - 1, 0)
+    return ordered[k], ordered[-1 - k]
 
 
 def wait_until_quiet(limit_s: float = 60.0) -> float:
