@@ -197,13 +197,13 @@ def _add_telling(app: FastAPI, service: Service) -> None:
     async def models() -> Response:
         """What is served."""
         shared = {"object": "model", "created": service.created, "owned_by": "strata"}
-        listed = [
-            {
-                "id": name, **shared, "root": str(backend.engine.config.model),
-                "max_model_len": _max_model_len(backend), "weight_format": backend.engine.optimizations.as_dict()["weight_format"],
-            }
-            for name, backend in service.models().items()
-        ]  # fmt: skip
+
+        def card(name: str, backend: Backend) -> dict[str, Any]:
+            engine = backend.engine
+            facts = {"root": str(engine.config.model), "weight_format": engine.optimizations.weight_format}
+            return {"id": name, **shared, **facts, "max_model_len": _max_model_len(backend)}
+
+        listed = [card(name, backend) for name, backend in service.models().items()]
         return Response(dump_ascii({"object": "list", "data": listed}), media_type=JSON)
 
     @app.get(
