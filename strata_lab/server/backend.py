@@ -59,8 +59,15 @@ class Backend:
             return retry_seconds(places / rate)
         return retry_seconds(self.bridge.first_end_s(self.engine.stats().output_tok_s))
 
-    def _admit(self, count: int) -> None:
-        limit = self.engine.optimizations.max_num_seqs + self.config.max_queue
+    def _admit(self, num_prompts: int, num_texts: int) -> None:
+        """Refuse texts for which there is no room: with 429 where there will be, with 400 where there never is."""
+        count, limit = num_prompts * num_texts, self.engine.optimizations.max_num_seqs + self.config.max_queue
+        for name, most in (("max_choices", self.config.max_choices), ("max_num_seqs + max_queue", limit)):
+            if count > most:
+                fits = f"n={most // num_prompts}" if num_prompts <= most else f"{most} prompts in a request, or n=1"
+                raise bad(
+                    f"{num_prompts} prompts x {num_texts} texts are {count}; at most {name}={most}, try {fits}", "n"
+                )
         over = self.bridge.num_live + count - limit
         if over > 0:
             raise ApiError(
@@ -71,19 +78,13 @@ class Backend:
                 retry_after_s=self.retry_after_s(over),
             )
 
-    def reply(
-        self, name: str, prompts: Sequence[list[int]], params: SamplingParams, priority: int, *, whole: bool
-    ) -> Reply:
-        """Queue the texts of every prompt, all of them or none.
+    def reply(self, name: str, prompts: Sequence[Any], params: SamplingParams, priority: int, *, whole: bool) -> Reply:
+        """Queue the texts of every prompt (token ids, or rows of embeddings), all of them or none.
 
         Raises `ApiError`: 400 for a request that can never be served, 429 for one that cannot be taken now.
         """
-        each, most = params.num_choices, self.config.max_choices
-        count = len(prompts) * each
-        if count > most:
-            raise bad(f"{len(prompts)} prompts x {each} texts are {count}; at most max_choices={most}, try n=1", "n")
         engine = self.engine
-        self._admit(count)
+        self._admit(len(prompts), params.num_choices)
         reply = Reply(self.bridge, engine, name, whole)
         try:
             for prompt in prompts:

@@ -26,8 +26,9 @@ class Engine(Protocol):
     """What the bridge needs of `LLMEngine`."""
 
     def follow(
-        self, prompt: Sequence[int], params: SamplingParams, inbox: Any, *, request_id: str | None, priority: int
-    ) -> Session:
+        self, prompt: Sequence[int] | None, params: SamplingParams, inbox: Any, *, request_id: str | None,
+        priority: int, prompt_embeds: Any,
+    ) -> Session:  # fmt: skip
         """Queue a request whose events go to `inbox`."""
         ...
 
@@ -180,8 +181,8 @@ class Reply:
         self._waiter: asyncio.Future[None] | None = None
         self._at_once: Callable[[Events], bool] | None = None
 
-    def add(self, prompt: Sequence[int], params: SamplingParams, priority: int) -> None:
-        """Queue the texts of one more prompt.
+    def add(self, prompt: Any, params: SamplingParams, priority: int) -> None:
+        """Queue the texts of one more prompt: token ids, or rows of embeddings.
 
         Raises `RequestError`; what was added before is then still there until `close`.
         """
@@ -190,7 +191,10 @@ class Reply:
         for i, name in enumerate(names):
             self._bridge.route(name, self, number + i)
         try:
-            session = self._engine.follow(prompt, params, self._bridge, request_id=request_id, priority=priority)
+            ids, rows = (prompt, None) if isinstance(prompt, list) else (None, prompt)
+            session = self._engine.follow(
+                ids, params, self._bridge, request_id=request_id, priority=priority, prompt_embeds=rows
+            )
         except BaseException:
             for name in names:
                 self._bridge.unroute(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 from starlette.responses import Response
 
 from strata_lab.sampling_params import RequestError, SamplingParams
-from strata_lab.server import translate
+from strata_lab.server import embeds, translate
 from strata_lab.server.backend import Backend
 from strata_lab.server.bridge import Reply
 from strata_lab.server.chat_writer import ChatWriter
-from strata_lab.server.errors import bad
+from strata_lab.server.errors import ApiError, bad
 from strata_lab.server.protocol import ChatRequest, CompletionRequest, GenerateRequest
 from strata_lab.server.tools import finder_of, forced_call, offered, with_tools
 from strata_lab.server.transport import StreamedAnswer, WholeAnswer
@@ -25,8 +26,10 @@ async def completions(backend: Backend, body: CompletionRequest, priority: int) 
     translate.check_completion(body)
     tokens = translate.COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     params = _params(backend, body, tokens, body.logprobs)
-    texts = _prompts(body.prompt)
-    prompts = [await backend.encode(p) if isinstance(p, str) else p for p in texts]
+    texts = [] if body.prompt_embeds is not None else _prompts(body.prompt)
+    prompts: list[Any] = [await backend.encode(p) if isinstance(p, str) else p for p in texts]
+    if body.prompt_embeds is not None:
+        prompts = await _rows(backend, body)
     reply = await _queue(backend, "cmpl", body, priority, prompts, params)
     echoed = None
     if body.echo:
@@ -37,9 +40,22 @@ async def completions(backend: Backend, body: CompletionRequest, priority: int) 
     return _answer(body, reply, writer, envelope)
 
 
+async def _rows(backend: Backend, body: CompletionRequest) -> list[Any]:
+    """The prompts that are no text, each [tokens, hidden]."""
+    if body.prompt or body.echo:
+        given = "prompt" if body.prompt else "echo"
+        raise bad(f"prompt_embeds stand in place of a prompt and have no text; leave out {given}", given)
+    engine = backend.engine
+    hidden, most = engine.model_config.hidden_size, engine.optimizations.max_model_len - 1
+    many = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds
+    return [await asyncio.to_thread(embeds.decode, text, hidden, most) for text in many]
+
+
 def _prompts(prompt: Any) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
+    if prompt is None:
+        raise ApiError(400, "prompt is missing; it is required, or prompt_embeds", param="prompt", code="missing_field")
     if not prompt:
         raise bad("prompt=[] is empty; give at least one, for example 'Hello'", "prompt")
     return [prompt] if isinstance(prompt[0], int) else list(prompt)
@@ -88,7 +104,7 @@ def _params(
 
 
 async def _queue(
-    backend: Backend, kind: str, body: Any, priority: int, prompts: list[list[int]], params: SamplingParams
+    backend: Backend, kind: str, body: Any, priority: int, prompts: list[Any], params: SamplingParams
 ) -> Reply:
     await backend.compile(params)
     name = f"{kind}-{uuid.uuid4().hex}"

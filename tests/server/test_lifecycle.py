@@ -108,6 +108,17 @@ def test_only_who_has_a_key_gets_in(folder: Path) -> None:
         assert served.http.get("/openapi.json").json()["components"]["securitySchemes"]
 
 
+def test_more_texts_than_there_is_ever_room_for_is_the_callers_mistake(folder: Path) -> None:
+    """429 says that it may be sent again, so it would be sent for ever."""
+    with serving(folder, options={"max_num_seqs": 2}, max_queue=3) as served:
+        ask = {"prompt": "a", "max_tokens": 2, "temperature": 1, "n": 5}
+        assert served.post("/v1/completions", **ask).status_code == 200
+        for body in (ask | {"n": 6}, ask | {"prompt": ["a"] * 6, "n": 1}, ask | {"prompt": ["a", "b"], "n": 3}):
+            answer = served.post("/v1/completions", **body)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "n"
+            assert "max_num_seqs + max_queue=5" in answer.json()["error"]["message"]
+
+
 def test_large_and_slow_bodies_are_refused_whether_announced_or_not(folder: Path) -> None:
     with serving(folder, max_request_kib=1, body_timeout_s=0.2) as served:
         big = json.dumps({"prompt": "x" * 2000}).encode()
