@@ -5,7 +5,6 @@ Nothing is loaded or torn down here beyond the checkpoint's description; `build.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -194,8 +193,8 @@ class Resolver:
             weights = 0 if loaded else self.weight_nbytes(resolved.weight_format or "bf16")
             workspace = workspace_nbytes(self.model_config, resolved.max_num_batched_tokens, resolved.max_num_seqs)
             return max(0, int(free - (1 - utilization) * total - weights - workspace))
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(CPU_POOL_BYTES, int(free * utilization))
+        free = hardware.cpu_info().available_memory_bytes
+        return CPU_POOL_BYTES if free is None else min(CPU_POOL_BYTES, int(free * utilization))
 
     def weight_nbytes(self, weight_format: str) -> int:
         """Forecast of all weights in a format, as this engine would make them."""

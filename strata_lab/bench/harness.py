@@ -270,10 +270,10 @@ def _hardware(device: str, threads: int | None) -> dict[str, Any]:
         "gpu": named.name,
         "memory_gb": _gb(named.total_memory),
         "driver": gpu.driver if gpu else None,
-        "clocks": {"sm_mhz": gpu.clock_sm_mhz, "memory_mhz": gpu.clock_memory_mhz} if gpu else None,
-        "temperature": gpu.temperature_c if gpu else None,
-        "power_w": gpu.power_w if gpu else None,
-        "throttle": list(gpu.throttle_reasons) if gpu else None,
+        "clocks": {"sm_mhz": gpu.reading.sm_mhz, "memory_mhz": gpu.reading.memory_mhz} if gpu else None,
+        "temperature": gpu.reading.core_c if gpu else None,
+        "power_w": gpu.reading.power_w if gpu else None,
+        "throttle": list(gpu.reading.throttle) if gpu else None,
         **shared,
     }
 
