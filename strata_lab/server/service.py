@@ -6,6 +6,7 @@ What one engine does is in `backend.py`. Nothing here knows HTTP beyond its stat
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -148,11 +149,8 @@ def priority_of(headers: Mapping[str, str], field: int | None) -> int:
     text = headers.get(PRIORITY.lower())
     if text is None:
         return field or 0
-    try:
-        value = int(text)
-    except ValueError:
-        value = None
-    if value is None or not -(2**31) <= value < 2**31:
+    value = int(text) if re.fullmatch(r"-?[0-9]{1,10}", text) else 2**31
+    if not -(2**31) <= value < 2**31:
         raise bad(f"{PRIORITY}={text[:40]!r} must be a whole number from -2**31 to 2**31 - 1; try 0", PRIORITY)
     if field is not None and field != value:
         raise bad(f"{PRIORITY}={value} and priority={field} are the same setting; give one", PRIORITY)

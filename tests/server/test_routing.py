@@ -74,7 +74,7 @@ def test_openais_client_lists_and_asks_for_aliases(routed: Any) -> None:
     ("body", "headers", "status", "message"),
     [
         ({"model": "gpt"}, {}, 404, "'tiny-turbo'"), ({}, {"X-Strata-Precision": "gpt"}, 400, "precise, fast"),
-        ({}, {"X-Strata-Priority": "high"}, 400, "whole number"), ({}, {"X-Strata-Priority": "1e9"}, 400, "try 0"),
+        ({}, {"X-Strata-Priority": "high"}, 400, "whole number"), ({}, {"X-Strata-Priority": "1_0"}, 400, "try 0"),
         ({}, {"X-Strata-Priority": str(2**31)}, 400, "whole number"),
         ({"priority": 3}, {"X-Strata-Priority": "4"}, 400, "give one"),
     ],
