@@ -33,8 +33,8 @@ from strata_lab.sampling_params import SamplingParams
 
 SCRIPT = "python -m strata_lab.bench.http_overhead"
 ROOT = Path(__file__).resolve().parents[2]
-ROUNDS = {1: 28, 16: 12}  # pairs by batch size: the longer a run, the less its neighbours matter
-TOKENS, PROMPT_TOKENS = 128, 16
+ROUNDS = {1: 24, 16: 6}  # pairs by batch size: the longer a run, the less its neighbours matter
+TOKENS, PROMPT_TOKENS = 96, 16
 STREAMS, STREAM_TOKENS = 200, 24
 
 
