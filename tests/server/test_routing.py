@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from typer.testing import CliRunner
 
+from strata_lab import cli
 from strata_lab.cli.routes import open_routes, parse_routes
 from strata_lab.engine import LLMEngine
 from strata_lab.router import Router
@@ -110,6 +113,22 @@ def test_flags_become_engines_that_share_the_memory(folder: Path) -> None:
         assert values["fast"].max_num_seqs == 3 and values["precise"].gpu_memory_utilization == 0.45
         assert router.choose(priority=5).name == "fast" and router.choose().name == "precise"
     assert {task.partition(":")[0] for task in tasks} == {"precise", "fast"}
+
+
+def test_the_command_loads_a_router_where_it_is_given_routes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[Any] = []
+    monkeypatch.setattr(
+        sys.modules["strata_lab.cli.serve"], "_run", lambda config, model, load: loads.append(load) or 0
+    )
+    flags = ["serve", "--model", str(folder), "--device", "cpu", "--max-model-len", "64", "--no-cuda-graph"]
+    routes = ["--route", "precise=fp32", "--route", "fast=int4", "--urgent-route", "fast"]
+    assert CliRunner().invoke(cli.app, flags + routes).exit_code == 0
+    assert CliRunner().invoke(cli.app, flags).exit_code == 0
+    with loads[0](lambda task, done: None) as router, loads[1](lambda task, done: None) as engine:
+        assert list(router.engines) == ["precise", "fast"] and router.choose(priority=1).name == "fast"
+        assert isinstance(engine, LLMEngine) and engine.optimizations.max_model_len == 64
+    wrong = CliRunner().invoke(cli.app, [*flags, "--urgent-route", "fast"])
+    assert wrong.exit_code == 2 and "urgent_route='fast'" in wrong.output
 
 
 def test_an_engine_that_cannot_be_made_closes_those_before_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
