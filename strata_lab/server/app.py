@@ -71,18 +71,24 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _documented(app: FastAPI, service: Service) -> dict[str, Any]:
-    """FastAPI's document without the answer that ours replaces, and with the key where one is needed."""
+    """FastAPI's document without the answer that ours replaces, with engines by name, and the key where one is needed."""
     if app.openapi_schema is None:
         from fastapi.openapi.utils import get_openapi
 
+        engines = [backend.name for backend in service.backends]
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         for path, methods in document["paths"].items():
             for operation in methods.values():
                 operation["responses"].pop("422", None)
+                for parameter in operation.get("parameters", ()):
+                    if parameter["name"] == PRECISION and engines:
+                        parameter["schema"]["enum"] = engines
                 if service.config.api_key and path not in KEYLESS:
                     operation["security"] = [{"key": []}]
         if service.config.api_key:
             document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        if not engines:  # still loading: made again when asked again
+            return document
         app.openapi_schema = document
     return app.openapi_schema
 
@@ -217,10 +223,7 @@ def _add_telling(app: FastAPI, service: Service) -> None:
 
     @app.get(
         "/metrics",
-        responses={
-            200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
-            **schema.errors(401, 404, 501, 503),
-        },
+        responses={200: {"content": schema.METRICS}, **schema.errors(401, 404, 501, 503)},
         response_class=Response,
     )
     async def metrics(model: str | None = None) -> Response:
