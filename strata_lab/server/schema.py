@@ -196,7 +196,8 @@ ROUTING: dict[str, Any] = {  # headers of everything that generates
             "description": "Which of several engines answers; one of those that GET /v1/models lists.",
         },
         {
-            "name": "X-Strata-Priority", "in": "header", "required": False, "schema": {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1},
+            "name": "X-Strata-Priority", "in": "header", "required": False,
+            "schema": {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1},
             "description": "The field priority, for callers who cannot change their bodies.",
         },
     ]
