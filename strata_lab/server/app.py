@@ -71,7 +71,7 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _documented(app: FastAPI, service: Service) -> dict[str, Any]:
-    """FastAPI's document without the answer that ours replaces, with the engines' names, and the key if there is one."""
+    """FastAPI's document without the answer that ours replaces, with the names of engines and with the key."""
     if app.openapi_schema is None:
         from fastapi.openapi.utils import get_openapi
 
