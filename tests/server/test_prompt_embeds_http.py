@@ -94,7 +94,7 @@ LYING = json.dumps({"a": {"dtype": "F32", "shape": [1 << 40, 64], "data_offsets"
         ({"prompt_embeds": npy(HUGE, bytes(512))}, "512 bytes"), ({"prompt_embeds": npy(OBJECT)}, "floating point"),
         ({"prompt_embeds": npy("[" * 900)}, "neither"), ({"prompt_embeds": npy("x" * 5000)}, "neither"),
         ({"prompt_embeds": b64(struct.pack("<Q", len(LYING)) + LYING)}, "neither"),
-        ({"prompt_embeds": b64(save({"a": ZEROS, "b": ZEROS}))}, "2 tensors"),
+        ({"prompt_embeds": b64(save({"a": ZEROS, "b": ZEROS.clone()}))}, "2 tensors"),
         ({"prompt_embeds": as_safetensors(torch.zeros(2, HIDDEN + 1))}, f"must be [tokens, {HIDDEN}]"),
         ({"prompt_embeds": as_safetensors(torch.zeros(2, HIDDEN, dtype=torch.int32))}, "floating"),
         ({"prompt_embeds": as_safetensors(torch.zeros(HIDDEN))}, "must be"),
