@@ -87,8 +87,13 @@ def test_a_full_queue_is_429_with_a_measured_time_and_then_has_room(folder: Path
 
 
 def test_many_prompts_get_in_together_or_not_at_all(folder: Path) -> None:
-    with serving(folder, options={"max_num_seqs": 2}, max_queue=1) as served:
-        assert served.post("/v1/completions", **LONG | {"prompt": ["a"] * 4}).status_code == 429
+    with serving(folder, options={"max_num_seqs": 2}, max_queue=1) as served, ThreadPoolExecutor(1) as pool:
+        with Paused(served.engine):
+            one = pool.submit(served.post, "/v1/completions", **LONG)
+            wait_until(lambda: served.server.service.num_live == 1)
+            assert served.post("/v1/completions", **LONG | {"prompt": ["a"] * 3}).status_code == 429
+            assert served.server.service.num_live == 1
+        assert one.result().status_code == 200
         bad = served.post("/v1/completions", **LONG | {"prompt": ["a", "b" * 500]})
         assert bad.status_code == 400
         assert served.server.service.num_live == 0
