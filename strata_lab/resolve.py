@@ -193,8 +193,8 @@ class Resolver:
             weights = 0 if loaded else self.weight_nbytes(resolved.weight_format or "bf16")
             workspace = workspace_nbytes(self.model_config, resolved.max_num_batched_tokens, resolved.max_num_seqs)
             return max(0, int(free - (1 - utilization) * total - weights - workspace))
-        free = hardware.cpu_info().available_memory_bytes
-        return CPU_POOL_BYTES if free is None else min(CPU_POOL_BYTES, int(free * utilization))
+        available = hardware.cpu_info().available_memory_bytes
+        return CPU_POOL_BYTES if available is None else min(CPU_POOL_BYTES, int(available * utilization))
 
     def weight_nbytes(self, weight_format: str) -> int:
         """Forecast of all weights in a format, as this engine would make them."""

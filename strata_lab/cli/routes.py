@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from strata_lab.cli.options import parse_toggle
@@ -54,7 +55,10 @@ def _setting(part: str, text: str) -> tuple[str, Any]:
 
 
 def open_routes(
-    routes: dict[str, tuple[str, dict[str, Any]]], urgent: str | None, urgent_from: int, progress: Callable[..., None]
+    routes: dict[str, tuple[str, dict[str, Any]]],
+    urgent: str | None,
+    urgent_from: int,
+    progress: Callable[[str, float], None],
 ) -> Any:
     """A `Router` over an engine for each route; the first one is the default. All are closed if one cannot be made."""
     from strata_lab.engine import LLMEngine
@@ -63,11 +67,13 @@ def open_routes(
     made: dict[str, Any] = {}
     try:
         for name, (model, options) in routes.items():
-            made[name] = LLMEngine(
-                model, on_progress=lambda task, done, name=name: progress(f"{name}: {task}", done), **options
-            )
+            made[name] = LLMEngine(model, on_progress=partial(_named, progress, name), **options)
         return Router(made, urgent=urgent, urgent_from=urgent_from)
     except BaseException:
         for engine in made.values():
             engine.close()
         raise
+
+
+def _named(progress: Callable[[str, float], None], name: str, task: str, fraction: float) -> None:
+    progress(f"{name}: {task}", fraction)

@@ -29,7 +29,7 @@ async def completions(backend: Backend, body: CompletionRequest, priority: int) 
     texts = [] if body.prompt_embeds is not None else _prompts(body.prompt)
     prompts: list[Any] = [await backend.encode(p) if isinstance(p, str) else p for p in texts]
     if body.prompt_embeds is not None:
-        prompts = await _rows(backend, body)
+        prompts = await _rows(backend, body, body.prompt_embeds)
     reply = await _queue(backend, "cmpl", body, priority, prompts, params)
     echoed = None
     if body.echo:
@@ -40,14 +40,14 @@ async def completions(backend: Backend, body: CompletionRequest, priority: int) 
     return _answer(body, reply, writer, envelope)
 
 
-async def _rows(backend: Backend, body: CompletionRequest) -> list[Any]:
+async def _rows(backend: Backend, body: CompletionRequest, given: str | list[str]) -> list[Any]:
     """The prompts that are no text, each [tokens, hidden]."""
     if body.prompt or body.echo:
-        given = "prompt" if body.prompt else "echo"
-        raise bad(f"prompt_embeds stand in place of a prompt and have no text; leave out {given}", given)
+        other = "prompt" if body.prompt else "echo"
+        raise bad(f"prompt_embeds stand in place of a prompt and have no text; leave out {other}", other)
     engine = backend.engine
     hidden, most = engine.model_config.hidden_size, engine.optimizations.max_model_len - 1
-    many = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds
+    many = [given] if isinstance(given, str) else given
     return [await asyncio.to_thread(embeds.decode, text, hidden, most) for text in many]
 
 

@@ -7,7 +7,7 @@ the bytes say.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Generator, Mapping
+from collections.abc import Awaitable, Generator, Mapping
 from types import coroutine
 from typing import Any
 
@@ -59,7 +59,7 @@ class StreamedAnswer(Response):
         super().__init__(headers={**STREAM_HEADERS, **headers})
         del self.headers["content-length"]
         self._reply, self._writer = reply, writer
-        self._rest: Coroutine[Any, Any, None] | None = None  # of a piece that waits for its reader
+        self._rest: Awaitable[None] | None = None  # of a piece that waits for its reader
         self._failed: Exception | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,19 +109,20 @@ def _body(data: bytes, more: bool = True) -> dict[str, Any]:
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-def begun(step: Coroutine[Any, Any, None]) -> Coroutine[Any, Any, None] | None:
-    """Run a coroutine outside of a task up to where it has to wait; what is left of it, None if it never had to."""
+def begun(step: Awaitable[None]) -> Awaitable[None] | None:
+    """Run a step outside of a task up to where it has to wait; what is left of it, None if it never had to."""
+    course = step.__await__()
     try:
-        waits_for = step.send(None)
+        waits_for = next(course)
     except StopIteration:
         return None
-    return _rest_of(step, waits_for)
+    return _rest_of(course, waits_for)
 
 
 @coroutine
-def _rest_of(step: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
-    yield waits_for  # the task that runs this waits for what the coroutine asked to wait for
-    yield from step  # type: ignore[misc]  # a generator that is a coroutine may
+def _rest_of(course: Generator[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
+    yield waits_for  # the task that runs this waits for what the step asked to wait for
+    yield from course
 
 
 async def close_when_left(receive: Receive, reply: Reply) -> None:
