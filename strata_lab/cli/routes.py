@@ -12,10 +12,12 @@ from strata_lab.config import WEIGHT_FORMATS, engine_config, toggles
 from strata_lab.settings import ConfigError
 
 EXAMPLE = "try --route precise=bf16 --route fast=int4,max_num_seqs=8"
+Routes = dict[str, tuple[str, dict[str, Any]]]  # name to model and options
+Progress = Callable[[str, float], None]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-def parse_routes(texts: Sequence[str], model: str, options: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
+def parse_routes(texts: Sequence[str], model: str, options: dict[str, Any]) -> Routes:
     """Name of each engine to its model and its options.
 
     Engines of one machine share its memory: where neither flags nor route say `gpu_memory_utilization`, each gets an
@@ -30,7 +32,7 @@ def parse_routes(texts: Sequence[str], model: str, options: dict[str, Any]) -> d
         ConfigError: a text is none of that, a name comes twice, or no engine can have these settings.
     """
     shares = next(t.default for t in toggles() if t.name == "gpu_memory_utilization") / max(1, len(texts))
-    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    found: Routes = {}
     for text in texts:
         name, _, settings = text.partition("=")
         if not NAME.fullmatch(name) or not settings:
@@ -75,5 +77,5 @@ def open_routes(
         raise
 
 
-def _named(progress: Callable[[str, float], None], name: str, task: str, fraction: float) -> None:
+def _named(progress: Progress, name: str, task: str, fraction: float) -> None:
     progress(f"{name}: {task}", fraction)
