@@ -33,7 +33,7 @@ from strata_lab.sampling_params import SamplingParams
 
 SCRIPT = "python -m strata_lab.bench.http_overhead"
 ROOT = Path(__file__).resolve().parents[2]
-ROUNDS = {1: 24, 16: 6}  # pairs by batch size: the longer a run, the less its neighbours matter
+ROUNDS = {1: 16, 16: 4}  # pairs by batch size: the longer a run, the less its neighbours matter
 TOKENS, PROMPT_TOKENS = 96, 16
 STREAMS, STREAM_TOKENS = 200, 24
 
@@ -134,12 +134,11 @@ def timed_steps(engine: Any, batch: int, run: Callable[[], float], steps_ms: lis
     return rate
 
 
-def measure(model: str, rounds: Mapping[int, int], tokens: int, streams: int) -> list[Record]:
-    """A record per batch size of `rounds` (which says how many pairs) and one for the many streams."""
+def measure(model: str, rounds: Mapping[int, int], tokens: int, streams: int) -> Iterator[Record]:
+    """A record per batch size of `rounds` (which says how many pairs) and one for the many streams, as they are made."""
     from strata_lab.engine import LLMEngine
     from strata_lab.server.background import served
 
-    records = []
     with LLMEngine(model, max_num_seqs=max(16, *rounds), max_model_len=512) as engine, client() as ask:
         environment = Environment.now(engine.device.type)
         with served(engine) as server:
@@ -156,11 +155,10 @@ def measure(model: str, rounds: Mapping[int, int], tokens: int, streams: int) ->
                     pairs,
                 )
                 conditions = _conditions(engine, model, batch, tokens)
-                records.append(_record(environment, conditions, found, costs, steps_ms))
+                yield _record(environment, conditions, found, costs, steps_ms)
         engine.apply(max_num_seqs=streams)
         with served(engine) as server:
-            records.append(_many(environment, engine, server, ask, model, streams))
-    return records
+            yield _many(environment, engine, server, ask, model, streams)
 
 
 def _record(
@@ -233,10 +231,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", help="folder of the results file (default: docs/results)")
     options = parser.parse_args(arguments)
     rounds = ROUNDS if options.rounds is None else dict.fromkeys(ROUNDS, options.rounds)
-    records = measure(options.model, rounds, options.tokens, options.streams)
-    for record in records:
+    records = []
+    for record in measure(options.model, rounds, options.tokens, options.streams):
+        records.append(record)
         figures = ", ".join(f"{name} {value:.4g}" for name, value in record.metrics.items())
         sys.stdout.write(f"{record.name:28} {figures}\n")
+        sys.stdout.flush()
     write_results(options.name, records, options.results)
     return 0
 
