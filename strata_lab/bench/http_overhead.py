@@ -135,7 +135,7 @@ def timed_steps(engine: Any, batch: int, run: Callable[[], float], steps_ms: lis
 
 
 def measure(model: str, rounds: Mapping[int, int], tokens: int, streams: int) -> Iterator[Record]:
-    """A record per batch size of `rounds` (which says how many pairs) and one for the many streams, as they are made."""
+    """A record per batch size of `rounds` (to the number of pairs) and one for the many streams, as they are made."""
     from strata_lab.engine import LLMEngine
     from strata_lab.server.background import served
 

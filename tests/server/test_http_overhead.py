@@ -10,7 +10,7 @@ from strata_lab.bench.tiny_model import write_tiny_model
 
 def test_every_batch_has_its_shares_and_the_many_streams_their_health(tmp_path: Path) -> None:
     records = measure(str(write_tiny_model(tmp_path)), rounds={1: 2, 3: 2}, tokens=8, streams=20)
-    one, three, many = records  # as they are made
+    one, three, many = records
     for record, batch in ((one, 1), (three, 3)):
         figures = record.metrics
         assert record.conditions["batch"] == batch and record.spread is not None and record.spread.runs == 2
