@@ -51,8 +51,8 @@ class WholeAnswer(Response):
 class StreamedAnswer(Response):
     """Sends events as they come: what waits for a reader that is slow goes as one piece.
 
-    A piece goes out in the callback that brings its events: waking a task for it would be a quarter of what a token
-    costs here. The task is woken for what cannot be sent at once, and for the end.
+    A piece goes out in the callback that brings its events: waking a task for it would be a second round of the loop.
+    The task is woken for what cannot be sent at once, and for the end.
     """
 
     def __init__(self, reply: Reply, writer: Writer, headers: Mapping[str, str]) -> None:
