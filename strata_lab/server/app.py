@@ -206,7 +206,7 @@ def _add_telling(app: FastAPI, service: Service) -> None:
 
         def card(name: str, backend: Backend) -> dict[str, Any]:
             engine = backend.engine
-            facts = {"root": str(engine.config.model), "weight_format": engine.optimizations.weight_format}
+            facts = {"root": str(engine.config.model), "weight_format": engine.optimizations.as_dict()["weight_format"]}
             return {"id": name, **shared, **facts, "max_model_len": _max_model_len(backend)}
 
         listed = [card(name, backend) for name, backend in service.models().items()]
