@@ -23,7 +23,7 @@ stage = @TIMEFORMAT='[$(strip $(1)): %0R s]'; time
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev model lab test check static js climb bench gpu aot screenshot fmt clean
+.PHONY: help setup setup-dev model lab test check static js climb bench gpu aot audit screenshot fmt clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -73,6 +73,11 @@ gpu: setup-dev  ## the tests that need a CUDA device
 
 aot: setup-dev  ## compile the Triton kernels for sm_89, sm_90 and sm_120; needs no GPU
 	@$(PY) -m strata_lab.kernels.gpu.aot
+
+audit: setup-dev  ## look for known weaknesses: bandit over the code, pip-audit over what is installed (asks the network)
+	@$(PY) -m pip install --quiet bandit pip-audit
+	@$(PY) -m bandit --quiet --configfile pyproject.toml --recursive strata_lab widgets/strata_widgets
+	@$(PY) -m pip_audit --progress-spinner off
 
 screenshot: setup-dev model  ## take the README's picture: the workbench in a real browser, mid-decode
 	@$(PY) -m tests.browser.screenshot docs/workbench.png

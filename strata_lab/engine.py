@@ -25,7 +25,6 @@ from strata_lab.explain import explain
 from strata_lab.intake import Intake, Prompt
 from strata_lab.kernels import bind
 from strata_lab.op_swap import SwapsOps
-from strata_lab.prompt_embeds import checked, placeholder_ids
 from strata_lab.request import RequestOutput, check_token_ids
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.scheduler import Scheduler
@@ -91,7 +90,7 @@ class LLMEngine(SwapsOps):
             preemption=parts.preemption,
         )
         self._loop = EngineLoop(parts, scheduler, self.model_config, self.events)
-        self.intake = Intake(self.tokenizer, self.model_config, self._builder.on_done)
+        self.intake = Intake(self.tokenizer, self.model_config, self.device, self._builder.on_done)
         _open_engines.add(self)
 
     # -- what it is ---------------------------------------------------------------------------------------------
@@ -165,15 +164,7 @@ class LLMEngine(SwapsOps):
             RequestError: it is empty, too long, malformed, or the queue is full.
         """
         self._loop.check_open()
-        if (prompt is None) == (prompt_embeds is None):
-            raise RequestError(
-                "give a prompt or prompt_embeds, one of them; for both, put embed(tokens) beside the rows"
-            )
-        embeds = None
-        if prompt is None:
-            embeds = checked(prompt_embeds, self.model_config.hidden_size, self.device)
-            prompt = placeholder_ids(len(embeds))
-        session = self.intake.session(prompt, params or SamplingParams(), request_id, priority, embeds)
+        session = self.intake.session(prompt, params or SamplingParams(), request_id, priority, prompt_embeds)
         self._loop.add(session)
         return session.request.request_id
 
@@ -186,10 +177,11 @@ class LLMEngine(SwapsOps):
         return bind(self._builder.backend).embedding(ids, parts.weights.embedding).float()
 
     def follow(
-        self, prompt: Prompt, params: SamplingParams, inbox: Inbox, *, request_id: str | None = None, priority: int = 0
-    ) -> Session:
+        self, prompt: Prompt | None, params: SamplingParams, inbox: Inbox, *, request_id: str | None = None,
+        priority: int = 0, prompt_embeds: Any = None,
+    ) -> Session:  # fmt: skip
         """As `add_request`, with events that go to `inbox`, for many at once; needs `start`, `forget` in the end."""
-        session = self.intake.session(prompt, params, request_id, priority, inbox=inbox)
+        session = self.intake.session(prompt, params, request_id, priority, prompt_embeds, inbox)
         self._loop.add(session)
         return session
 

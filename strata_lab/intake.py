@@ -11,10 +11,13 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from strata_lab.choices import choice_params, other_choices
 from strata_lab.detokenizer import Detokenizer
 from strata_lab.grammar import Grammars
 from strata_lab.model_config import ModelConfig
+from strata_lab.prompt_embeds import checked, placeholder_ids
 from strata_lab.request import Request, check_token_ids
 from strata_lab.sampling_params import RequestError, SamplingParams
 from strata_lab.session import Inbox, Session
@@ -28,18 +31,25 @@ class Intake:
     Args:
         tokenizer: None for a model without one, which then takes token ids only.
         config: of the model.
+        device: where it computes.
         on_done: called with every request whose text is complete.
     """
 
-    def __init__(self, tokenizer: Any, config: ModelConfig, on_done: Callable[[Request], None] | None = None) -> None:
-        self.tokenizer, self.config, self._on_done = tokenizer, config, on_done
+    def __init__(
+        self,
+        tokenizer: Any,
+        config: ModelConfig,
+        device: torch.device,
+        on_done: Callable[[Request], None] | None = None,
+    ) -> None:
+        self.tokenizer, self.config, self.device, self._on_done = tokenizer, config, device, on_done
         tokenizer_eos = tuple(tokenizer.eos_token_ids) if tokenizer is not None else ()
         self.eos_token_ids = frozenset(config.eos_token_ids) | frozenset(tokenizer_eos)
         self._grammars = Grammars(tokenizer, config.vocab_size, self.eos_token_ids)
 
     def session(
         self,
-        prompt: Prompt,
+        prompt: Prompt | None,
         params: SamplingParams,
         request_id: str | None,
         priority: int,
@@ -48,17 +58,27 @@ class Intake:
     ) -> Session:
         """A session for one prompt, with those of its other texts in its `group`.
 
-        With `prompt_embeds` the prompt is what `prompt_embeds.placeholder_ids` gave.
+        Args:
+            prompt, params, request_id, priority, prompt_embeds: as `LLMEngine.add_request` takes them.
+            inbox: gets the events.
+
+        Raises:
+            RequestError: whatever is wrong with them.
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(
                 f"sampling_params={params!r} must be a SamplingParams; try SamplingParams(max_tokens=64)"
             )
-        if prompt_embeds is None:
+        if (prompt is None) == (prompt_embeds is None):
+            raise RequestError(
+                "give a prompt or prompt_embeds, one of them; for both, put embed(tokens) beside the rows"
+            )
+        if prompt is not None:
             text, token_ids = self._tokens(prompt)
             token_ids = check_token_ids(token_ids, self.config.vocab_size)
         else:
-            text, token_ids = "", [int(i) for i in prompt]  # type: ignore[arg-type]
+            prompt_embeds = checked(prompt_embeds, self.config.hidden_size, self.device)
+            text, token_ids = "", placeholder_ids(len(prompt_embeds))
             _check_without_tokens(params)
         wish = params.structured_outputs
         for token_id in (*params.logit_bias, *params.stop_token_ids):

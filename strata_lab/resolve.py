@@ -5,7 +5,6 @@ Nothing is loaded or torn down here beyond the checkpoint's description; `build.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -197,8 +196,10 @@ class Resolver:
             weights = 0 if loaded else self.weight_nbytes(resolved.weight_format or "bf16")
             workspace = workspace_nbytes(self.model_config, resolved.max_num_batched_tokens, resolved.max_num_seqs)
             return max(0, int(free - (1 - utilization) * total - weights - workspace - self._draft_nbytes(resolved)))
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(CPU_POOL_BYTES, max(0, int(free * utilization) - self._draft_nbytes(resolved)))
+        available = hardware.cpu_info().available_memory_bytes
+        if available is None:
+            return CPU_POOL_BYTES
+        return min(CPU_POOL_BYTES, max(0, int(available * utilization) - self._draft_nbytes(resolved)))
 
     def _draft_nbytes(self, resolved: Optimizations) -> int:
         """Forecast of the draft model, whose weights and pool come beside the target's; 0 where none is asked for."""

@@ -69,6 +69,12 @@ class Router:
             if name is not None and name not in self.engines:
                 raise ConfigError(f"{what}={name!r} must be one of {', '.join(self.engines)}; try {self.default!r}")
 
+    def over(self, engines: Mapping[str, Any]) -> Router:
+        """The same rules over other things of the same names."""
+        return Router(
+            engines, default=self.default, aliases=self.aliases, urgent=self.urgent, urgent_from=self.urgent_from
+        )
+
     def choose(self, *, model: str | None = None, precision: str | None = None, priority: int = 0) -> Choice:
         """The engine of a request; `RequestError` for a name that does not exist."""
         if precision is not None:
@@ -125,3 +131,6 @@ class Router:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        return f"Router({', '.join(f'{name}: {engine!r}' for name, engine in self.engines.items())})"

@@ -19,7 +19,16 @@ from strata_lab.bench import climb_plan, compare, harness, measure
 from strata_lab.bench.climb import Climb
 from strata_lab.bench.climb_plan import Course, Stage, article_course, fitting_scale, longest, plan, pool_blocks
 from strata_lab.bench.climb_report import html_page, text_table
-from strata_lab.bench.harness import Environment, Record, RooflineExceeded, Spread, a_b_a, interleave, write_results
+from strata_lab.bench.harness import (
+    Environment,
+    Record,
+    RooflineExceeded,
+    Spread,
+    a_b_a,
+    interleave,
+    median_interval,
+    write_results,
+)
 from strata_lab.bench.measure import RunFailed, run, summarize
 from strata_lab.bench.svg import nice_ticks, number
 from strata_lab.bench.workloads import TEXT_FILE, article, batch, single_stream, text_tokens, uneven
@@ -143,6 +152,12 @@ def test_interleaving_turns_around_in_every_round() -> None:
     results = interleave(variants, rounds=3)
     assert "".join(order) == "xyzzyxxyz"
     assert results == {"x": [1, 6, 7], "y": [2, 5, 8], "z": [3, 4, 9]}
+
+
+@pytest.mark.parametrize(("n", "rank"), [(5, 1), (6, 1), (10, 2), (20, 6), (30, 10), (100, 40)])
+def test_the_interval_of_a_median_has_the_ranks_of_the_sign_test(n: int, rank: int) -> None:
+    values = [float(v) for v in range(n, 0, -1)]
+    assert median_interval(values) == (rank, n + 1 - rank)
 
 
 def test_spread_keeps_the_ends() -> None:

@@ -12,9 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from strata_lab import cli
+from strata_lab.config import Optimizations, engine_config
 from strata_lab.engine import LLMEngine
 from strata_lab.events import HardwareEvent
-from strata_lab.telemetry import container, doctor, doctor_gpu, nvml
+from strata_lab.resolve import Resolver
+from strata_lab.telemetry import container, doctor, doctor_gpu, hardware, nvml
 from strata_lab.telemetry.checks import Check
 from strata_lab.telemetry.container import Limits, limits
 from strata_lab.telemetry.doctor_engine import examine_engine
@@ -90,13 +92,14 @@ def test_a_consumer_card_says_that_its_memory_does_not_tell() -> None:
 
 
 def card(**changes: Any) -> GpuInfo:
-    base = GpuInfo(0, "Test GPU", "580", 48 * GIB, GIB, reading=HEALTHY, driver_cuda="13.0")
-    return dataclasses.replace(base, **changes)
+    reading = dataclasses.replace(HEALTHY, name="Test GPU", memory_bytes=48 * GIB, memory_used_bytes=GIB)
+    return dataclasses.replace(GpuInfo(0, "580", reading, driver_cuda="13.0"), **changes)
 
 
 def test_a_full_card_is_warned_of_and_the_first_finding_says_to_begin_there() -> None:
     assert {c.verdict for c in doctor_gpu.one_gpu(card())} == {"ok"}
-    assert named(list(doctor_gpu.one_gpu(card(memory_used_bytes=47 * GIB))))["gpu 0"].verdict == "warn"
+    full = card(reading=after(memory_bytes=48 * GIB, memory_used_bytes=47 * GIB))
+    assert named(list(doctor_gpu.one_gpu(full)))["gpu 0"].verdict == "warn"
     lines = named(list(doctor_gpu.one_gpu(card(reading=after(throttle=(HOT,), power_w=450.0)))))
     assert lines["gpu 0 core temperature"].fix.startswith("begin here: ")
     assert lines["gpu 0 power"].verdict == "warn" and not lines["gpu 0 power"].fix.startswith("begin here")
@@ -171,6 +174,10 @@ CGROUPS = [
     # version 2, the group itself is limited
     ("0::/a/b\n", {"a/b/memory.max": "4294967296\n", "a/b/memory.current": "1000\n", "a/b/cpu.max": "150000 100000\n"},
      Limits(4 << 30, 1000, 1.5)),
+    # what was read from files and not used since is dropped when memory is short
+    ("0::/a\n",
+     {"a/memory.max": "5000\n", "a/memory.current": "4000\n", "a/memory.stat": "anon 900\ninactive_file 3000\n"},
+     Limits(5000, 1000, None)),
     # version 2, a parent is tighter; inside a container the group's path does not exist here
     ("0::/x\n", {"memory.max": "2147483648\n", "memory.current": "5\n", "cpu.max": "max 100000\n"},
      Limits(2 << 30, 5, None)),
@@ -189,6 +196,24 @@ CGROUPS = [
 def test_the_tightest_group_around_the_process_counts(membership: str, files: Any, expected: Limits, tmp_path) -> None:
     (tmp_path / "self").write_text(membership)
     assert limits(tree(tmp_path / "fs", files), tmp_path / "self") == expected
+
+
+def test_an_engine_in_a_container_takes_its_share_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system shows the whole machine there; the kernel would end the process."""
+
+    def budget() -> int:
+        resolver = Resolver(engine_config("qwen3.8-flash-dense@0.05", device="cpu"), lambda task, done: None)
+        return resolver._memory_budget(Optimizations(gpu_memory_utilization=0.5), None)
+
+    monkeypatch.setattr(container, "limits", Limits)
+    outside = hardware.cpu_info()
+    monkeypatch.setattr(container, "limits", lambda: Limits(300 << 20, 100 << 20))
+    inside = hardware.cpu_info()
+    assert (inside.memory_bytes, inside.available_memory_bytes) == (300 << 20, 200 << 20)
+    assert outside.memory_bytes is not None and outside.memory_bytes > 300 << 20
+    assert budget() == 100 << 20
+    monkeypatch.setattr(container, "limits", lambda: Limits(300 << 20, 400 << 20))
+    assert hardware.cpu_info().available_memory_bytes == 0 == budget()
 
 
 def test_a_tight_container_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

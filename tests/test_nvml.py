@@ -77,7 +77,8 @@ def test_doctor_and_benchmarks_see_the_same_card(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(nvml, "open_nvml", lambda: fake)
     (card,) = hardware.gpus()
     assert (card.name, card.driver) == ("NVIDIA GeForce RTX 4090", "580.159.04")
-    assert (card.temperature_c, card.pcie) == (71, "gen4 x16 (of gen4 x16)")
+    assert card.reading.core_c == 71 and (card.reading.pcie_gen, card.reading.pcie_width) == (4, 16)
+    assert card.memory_bytes == card.reading.memory_bytes
     assert not fake.is_open
 
 

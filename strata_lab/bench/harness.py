@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
@@ -221,6 +222,20 @@ def undisturbed(measure: Callable[[], T], most_share: float = DISTURBED_SHARE, t
     return calmest, share
 
 
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Between which of the values the median of what they were drawn from lies, whatever its distribution.
+
+    The k-th smallest and the k-th largest value, with k from the binomial distribution of how many lie below a median.
+    Fewer than six values cannot tell with 95% confidence; then their minimum and maximum, which is all they can say.
+    """
+    ordered, n = sorted(values), len(values)
+    k, below = 0, 0.0  # below: chance that at most k values lie on one side
+    while (below := below + math.comb(n, k) / 2**n) <= (1 - confidence) / 2:
+        k += 1
+    k = max(k - 1, 0)
+    return ordered[k], ordered[-1 - k]
+
+
 def wait_until_quiet(limit_s: float = 60.0) -> float:
     """Wait until other programs leave the processors alone; return the share they still used at the end, 0 to 1.
 
@@ -290,10 +305,10 @@ def _hardware(device: str, threads: int | None) -> dict[str, Any]:
         "gpu": named.name,
         "memory_gb": _gb(named.total_memory),
         "driver": gpu.driver if gpu else None,
-        "clocks": {"sm_mhz": gpu.clock_sm_mhz, "memory_mhz": gpu.clock_memory_mhz} if gpu else None,
-        "temperature": gpu.temperature_c if gpu else None,
-        "power_w": gpu.power_w if gpu else None,
-        "throttle": list(gpu.throttle_reasons) if gpu else None,
+        "clocks": {"sm_mhz": gpu.reading.sm_mhz, "memory_mhz": gpu.reading.memory_mhz} if gpu else None,
+        "temperature": gpu.reading.core_c if gpu else None,
+        "power_w": gpu.reading.power_w if gpu else None,
+        "throttle": list(gpu.reading.throttle) if gpu else None,
         **shared,
     }
 

@@ -101,6 +101,7 @@ class Die:
         die = self._die
         path, body, _ = self._body()
         good = json.dumps(body).encode()
+        length = f"Content-Length: {len(good)}"
         noise = die.randbytes(die.randint(1, 300))
         made: list[tuple[bytes, frozenset[int]]] = [
             (http("POST", path, good[:-1]), CLIENT_ERRORS),
@@ -118,6 +119,8 @@ class Die:
             (http(die.choice(("GET", "DELETE", "PUT", "FROB")), path, b""), CLIENT_ERRORS | NO_ANSWER),
             (http("POST", "/" + "../" * 50 + "etc/passwd", good), CLIENT_ERRORS),
             (http("POST", f"{path}?{'q=1&' * 500}", good[:-1]), CLIENT_ERRORS),
+            (http("POST", path, good, length, f"X-Strata-Priority: {'9' * 5000}"), CLIENT_ERRORS),
+            (http("POST", path, good, length, "X-Strata-Precision: ../precise"), CLIENT_ERRORS),
             (noise + b"\r\n\r\n", CLIENT_ERRORS | NO_ANSWER),
         ]
         data, statuses = die.choice(made)
@@ -139,6 +142,9 @@ WRONG: tuple[dict[str, Any], ...] = (
     {"prompt": [1] * 5000, "messages": [{"role": "user", "content": "x" * 5000}]}, {"guided_regex": "("},
     {"guided_json": {"type": "nonsense"}}, {"structured_outputs": {}}, {"prompt": {"a": 1}, "messages": 3},
     {"timeout_s": -3}, {"priority": 2**40}, {"bad_words": [" "]}, {"stream_options": {"x": 1}},
+    {"prompt_embeds": "UEsDBA=="}, {"prompt": "", "messages": [], "prompt_embeds": "gAKKCg=="},
+    {"prompt": None, "messages": [], "prompt_embeds": "/////////39h"},
+    {"prompt": "", "messages": [], "prompt_embeds": []},
 )  # fmt: skip
 WRONG_SETTINGS: tuple[dict[str, Any], ...] = (
     {}, {"max_num_seqs": 0}, {"max_num_seqs": "many"}, {"max_model_len": 10**9}, {"nonsense": True},

@@ -2,31 +2,39 @@
 
 `python -m strata_lab.bench.http_overhead` lets one engine do both by turns (A B, B A, ...), at batch 1 and 16, with a
 client in a process of its own on the same machine, and then asks /health while 200 streams run. Rates are output tokens
-over the time from the first request to the last token, prefill included, on both sides.
+over the time from the first request to the last token, prefill included, on both sides. A pair takes seconds, since a
+shared machine changes its speed between minutes; the median of the pairs' shares comes with its 95% interval. The
+time from step to step while all streams decode is compared too (`step_share`): neighbours touch few steps, and medians
+of thousands of steps hardly move, but requests and their first tokens are not in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from strata_lab.bench.harness import Environment, Record, Spread, interleave, write_results
+from strata_lab.bench.harness import Environment, Record, Spread, interleave, median_interval, write_results
+from strata_lab.bench.measure import full_decode_steps
 from strata_lab.config import DEFAULT_MODEL
+from strata_lab.events import StepEvent
 from strata_lab.sampling_params import SamplingParams
 
 SCRIPT = "python -m strata_lab.bench.http_overhead"
 ROOT = Path(__file__).resolve().parents[2]
-BATCHES = (1, 16)
-ROUNDS, TOKENS, PROMPT_TOKENS = 5, 96, 16
+ROUNDS = {1: 16, 16: 4}  # pairs by batch size: the longer a run, the less its neighbours matter
+TOKENS, PROMPT_TOKENS = 96, 16
 STREAMS, STREAM_TOKENS = 200, 24
 
 
@@ -76,74 +84,119 @@ def engine_alone(engine: Any, batch: int, tokens: int) -> float:
     return sum(len(o.token_ids) for o in outputs) / (time.perf_counter() - started)
 
 
-def over_http(engine: Any, server: Any, ask: Client, batch: int, tokens: int, costs_us: list[float]) -> float:
-    """The same over the server; its loop's processor time per token goes to `costs_us`."""
+@dataclass
+class Costs:
+    """Processor time of the runs over HTTP, an entry per run.
+
+    Attributes:
+        server_us, client_us: of the server's loop and of the client's process, microseconds per token.
+        client_share: of all processors, while the run lasted.
+    """
+
+    server_us: list[float] = field(default_factory=list)
+    client_us: list[float] = field(default_factory=list)
+    client_share: list[float] = field(default_factory=list)
+
+    def medians(self) -> dict[str, float]:
+        """As metrics."""
+        return {
+            "server_cpu_us_per_token": statistics.median(self.server_us),
+            "client_cpu_us_per_token": statistics.median(self.client_us),
+            "client_share_of_machine": statistics.median(self.client_share),
+        }
+
+
+def over_http(engine: Any, server: Any, ask: Client, batch: int, tokens: int, costs: Costs) -> float:
+    """The same over the server; what it took goes to `costs`."""
     engine.reset_prefix_cache()
     used_s = server.cpu_s()
     found = ask.perform(
         host="127.0.0.1", port=server.port, health=False, bodies=bodies(prompts(engine, batch, 0), tokens)
     )
-    assert found["tokens"] == [tokens] * batch, found["tokens"]
-    costs_us.append((server.cpu_s() - used_s) * 1e6 / sum(found["tokens"]))
-    return float(sum(found["tokens"]) / found["seconds"])
+    if found["tokens"] != [tokens] * batch:
+        raise RuntimeError(f"{batch} streams brought {found['tokens']} tokens in place of {tokens} each")
+    count = sum(found["tokens"])
+    costs.server_us.append((server.cpu_s() - used_s) * 1e6 / count)
+    costs.client_us.append(found["cpu_s"] * 1e6 / count)
+    costs.client_share.append(found["cpu_s"] / found["seconds"] / (os.cpu_count() or 1))
+    return float(count / found["seconds"])
 
 
-def measure(model: str, rounds: int, tokens: int, streams: int, batches: Sequence[int] = BATCHES) -> list[Record]:
-    """A record per batch size and one for the many streams."""
+def timed_steps(engine: Any, batch: int, run: Callable[[], float], steps_ms: list[float]) -> float:
+    """Run, and add the times from step to step in which the whole batch decodes to `steps_ms`."""
+    cursor = engine.events.cursor
+    rate = run()
+    events, _, lost = engine.events.since(cursor)
+    if lost:
+        raise RuntimeError(f"{lost} events were lost: the run has more steps than the event buffer; try --tokens 64")
+    window = full_decode_steps([e for e in events if isinstance(e, StepEvent)], batch)
+    steps_ms += [(b.t_s - a.t_s) * 1e3 for a, b in itertools.pairwise(window)]
+    return rate
+
+
+def measure(model: str, rounds: Mapping[int, int], tokens: int, streams: int) -> Iterator[Record]:
+    """A record per batch size of `rounds` (to the number of pairs) and one for the many streams, as they are made."""
     from strata_lab.engine import LLMEngine
     from strata_lab.server.background import served
 
-    records = []
-    with LLMEngine(model, max_num_seqs=max(16, *batches), max_model_len=512) as engine, client() as ask:
+    with LLMEngine(model, max_num_seqs=max(16, *rounds), max_model_len=512) as engine, client() as ask:
         environment = Environment.now(engine.device.type)
         with served(engine) as server:
-            for batch in batches:
-                costs_us: list[float] = []
-                variants = {
+            for batch, pairs in rounds.items():
+                costs, steps_ms = Costs(), {"engine": list[float](), "http": list[float]()}
+                runs = {
                     "engine": partial(engine_alone, engine, batch, tokens),
-                    "http": partial(over_http, engine, server, ask, batch, tokens, costs_us),
+                    "http": partial(over_http, engine, server, ask, batch, tokens, costs),
                 }
-                for warm in variants.values():
+                for warm in runs.values():
                     warm()
-                found = interleave(variants, rounds)
-                records.append(_record(environment, engine, model, batch, tokens, found, costs_us))
+                found = interleave(
+                    {name: partial(timed_steps, engine, batch, run, steps_ms[name]) for name, run in runs.items()},
+                    pairs,
+                )
+                conditions = _conditions(engine, model, batch, tokens)
+                yield _record(environment, conditions, found, costs, steps_ms)
         engine.apply(max_num_seqs=streams)
         with served(engine) as server:
-            records.append(_many(environment, engine, server, ask, model, streams))
-    return records
+            yield _many(environment, engine, server, ask, model, streams)
 
 
 def _record(
     environment: Environment,
-    engine: Any,
-    model: str,
-    batch: int,
-    tokens: int,
+    conditions: dict[str, Any],
     found: dict[str, list[float]],
-    costs_us: list[float],
+    costs: Costs,
+    steps_ms: dict[str, list[float]],
 ) -> Record:
     alone, http = (statistics.median(found[name]) for name in ("engine", "http"))
     shares = [b / a for a, b in zip(found["engine"], found["http"], strict=True)]
+    low, high = median_interval(shares)
     return environment.record(
-        f"http_overhead/batch_{batch}",
+        f"http_overhead/batch_{conditions['batch']}",
         script=SCRIPT,
-        conditions=_conditions(engine, model, batch, tokens),
+        conditions=conditions,
         metrics={
             "output_tok_s": http,
             "engine_tok_s": alone,
             "share_of_engine": statistics.median(shares),
-            "server_cpu_us_per_token": statistics.median(costs_us),
+            "share_low": low,
+            "share_high": high,
+            "step_share": statistics.median(steps_ms["engine"]) / statistics.median(steps_ms["http"]),
+            "step_ms": statistics.median(steps_ms["http"]),
+            **costs.medians(),
         },
         spread=Spread.of(shares),
-        note="streams over HTTP beside generate() of the same engine, by turns; the spread is of the pairs' shares; "
-        "client and server on the same cores",
+        note="streams over HTTP beside generate() of the same engine, by turns; the spread is of the pairs' shares, "
+        "share_low and share_high are the 95% interval of their median; step_share compares the median times from "
+        "step to step; client and server on the same cores",
     )
 
 
 def _many(environment: Environment, engine: Any, server: Any, ask: Client, model: str, streams: int) -> Record:
     made = bodies(prompts(engine, streams, 1), STREAM_TOKENS)
     found = ask.perform(host="127.0.0.1", port=server.port, health=True, bodies=made)
-    assert found["tokens"] == [STREAM_TOKENS] * streams, "a stream was not answered whole"
+    if found["tokens"] != [STREAM_TOKENS] * streams or found["health_failed"]:
+        raise RuntimeError(f"{streams} streams: not all were answered whole, or /health failed: {found}")
     waits = sorted(found["health_ms"])
     return environment.record(
         f"http_overhead/{streams}_streams",
@@ -171,16 +224,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog=SCRIPT, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="anything the engine loads")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="pairs of runs per batch size")
+    parser.add_argument("--rounds", type=int, help=f"pairs of runs per batch size (default: {ROUNDS})")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="output tokens of a request")
     parser.add_argument("--streams", type=int, default=STREAMS, help="streams that run while /health is asked")
     parser.add_argument("--name", default="http_overhead", help="results file")
     parser.add_argument("--results", help="folder of the results file (default: docs/results)")
     options = parser.parse_args(arguments)
-    records = measure(options.model, options.rounds, options.tokens, options.streams)
-    for record in records:
+    rounds = ROUNDS if options.rounds is None else dict.fromkeys(ROUNDS, options.rounds)
+    records = []
+    for record in measure(options.model, rounds, options.tokens, options.streams):
+        records.append(record)
         figures = ", ".join(f"{name} {value:.4g}" for name, value in record.metrics.items())
         sys.stdout.write(f"{record.name:28} {figures}\n")
+        sys.stdout.flush()
     write_results(options.name, records, options.results)
     return 0
 

@@ -95,7 +95,7 @@ def summarize(steps: Sequence[StepEvent], outputs: Sequence[RequestOutput], star
     gaps = sorted(b - a for t in times.values() for a, b in itertools.pairwise(t))
     per_token = [o.tpot_ms for o in outputs if o.tpot_ms is not None]
     first = [o.ttft_ms for o in outputs if o.ttft_ms is not None]
-    window = _full_decode_steps(steps, concurrency)
+    window = full_decode_steps(steps, concurrency)
     elapsed = window[-1].t_s - window[0].t_s if len(window) > 1 else 0.0
     read = sum(s.bytes_moved for s in window[1:])
     produced = sum(len(s.tokens) for s in window[1:])
@@ -113,7 +113,7 @@ def summarize(steps: Sequence[StepEvent], outputs: Sequence[RequestOutput], star
     )
 
 
-def _full_decode_steps(steps: Sequence[StepEvent], concurrency: int) -> list[StepEvent]:
+def full_decode_steps(steps: Sequence[StepEvent], concurrency: int) -> list[StepEvent]:
     """The longest stretch of steps in which every stream decodes, preceded by the step that marks its start."""
     best: tuple[int, int] = (0, 0)
     begin = 0

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from strata_lab.cli.options import config_flags, given, server_flags, toggle_flags, with_flags
+from strata_lab.cli.routes import EXAMPLE, open_routes, parse_routes
 from strata_lab.cli.terminal import plain_errors
 from strata_lab.config import DEFAULT_MODEL, engine_config
 from strata_lab.server.settings import ServerConfig
@@ -34,6 +35,19 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    route: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An engine of its own for requests that ask for it: NAME=SETTINGS, settings are a weight format or "
+            "toggle=value, with commas between them. The first one is the default.",
+            metavar="VALUE (repeatable)",
+            show_default=False,
+        ),
+    ] = None,
+    urgent_route: Annotated[
+        str | None, typer.Option(help="The route of requests that name none and have at least --urgent-from.")
+    ] = None,
+    urgent_from: Annotated[int, typer.Option(help="Priority from which a request goes to --urgent-route.")] = 1,
     **options: Any,
 ) -> None:
     """Serve OpenAI's API, /generate and live settings over HTTP; Ctrl+C lets running requests finish."""
@@ -49,19 +63,27 @@ def serve(
     engine_config(model, **engine_options)  # a mistake shows before anything is imported
     if config.host not in LOOPBACK and not config.api_key:
         _say(f"warning: host={config.host} lets others in and there is no key; try --api-key-file FILE")
-    raise typer.Exit(_run(config, model, engine_options))
+    routes = parse_routes(route or (), model, engine_options)
+    if urgent_route is not None and urgent_route not in routes:
+        raise ConfigError(
+            f"urgent_route={urgent_route!r} must be one of {', '.join(routes) or 'the routes'}; {EXAMPLE}"
+        )
+
+    def load(progress: Any) -> Any:
+        if routes:
+            return open_routes(routes, urgent_route, urgent_from, progress)
+        from strata_lab.engine import LLMEngine
+
+        return LLMEngine(model, on_progress=progress, **engine_options)
+
+    raise typer.Exit(_run(config, model, load))
 
 
-def _run(config: ServerConfig, model: str, engine_options: dict[str, Any]) -> int:
+def _run(config: ServerConfig, model: str, load: Any) -> int:
     try:
         from strata_lab.server.run import Server
     except ModuleNotFoundError as error:
         raise ConfigError(f"strata serve needs {error.name}; try pip install 'strata-lab[serve]'") from error
-
-    def load(progress: Any) -> Any:
-        from strata_lab.engine import LLMEngine
-
-        return LLMEngine(model, on_progress=progress, **engine_options)
 
     server = Server(config, model, load, _say)
     server.run()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from strata_lab.router import Router
 from strata_lab.server.run import Server
 from strata_lab.server.settings import ServerConfig
 
@@ -33,13 +34,15 @@ class _Borrowed:
 
 @contextmanager
 def served(engine: Any, config: ServerConfig | None = None) -> Iterator[Server]:
-    """Serve an engine in a thread; leaving the block drains the server.
+    """Serve an engine, or a `Router` of several, in a thread; leaving the block drains the server.
 
     Raises `RuntimeError` if it does not listen in time, for example because the port is taken.
     """
-    server = Server(
-        config or ServerConfig(port=0), str(engine.config.model), lambda _: _Borrowed(engine), lambda _: None
-    )
+    router = engine if isinstance(engine, Router) else Router({"engine": engine})
+    borrowed = router.over({name: _Borrowed(one) for name, one in router.engines.items()})
+    lent = borrowed if router is engine else borrowed.engines["engine"]
+    model = str(router.engines[router.default].config.model)
+    server = Server(config or ServerConfig(port=0), model, lambda _: lent, lambda _: None)
     thread = threading.Thread(target=server.run, name="strata-server", daemon=True)
     thread.start()
     deadline = time.monotonic() + START_LIMIT_S

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from strata_lab.choices import choice_ids
@@ -26,8 +26,9 @@ class Engine(Protocol):
     """What the bridge needs of `LLMEngine`."""
 
     def follow(
-        self, prompt: Sequence[int], params: SamplingParams, inbox: Any, *, request_id: str | None, priority: int
-    ) -> Session:
+        self, prompt: Sequence[int] | None, params: SamplingParams, inbox: Any, *, request_id: str | None,
+        priority: int, prompt_embeds: Any,
+    ) -> Session:  # fmt: skip
         """Queue a request whose events go to `inbox`."""
         ...
 
@@ -178,9 +179,10 @@ class Reply:
         self.overrun = self.closed = False
         self._open = 0
         self._waiter: asyncio.Future[None] | None = None
+        self._at_once: Callable[[Events], bool] | None = None
 
-    def add(self, prompt: Sequence[int], params: SamplingParams, priority: int) -> None:
-        """Queue the texts of one more prompt.
+    def add(self, prompt: Any, params: SamplingParams, priority: int) -> None:
+        """Queue the texts of one more prompt: token ids, or rows of embeddings.
 
         Raises `RequestError`; what was added before is then still there until `close`.
         """
@@ -189,7 +191,10 @@ class Reply:
         for i, name in enumerate(names):
             self._bridge.route(name, self, number + i)
         try:
-            session = self._engine.follow(prompt, params, self._bridge, request_id=request_id, priority=priority)
+            ids, rows = (prompt, None) if isinstance(prompt, list) else (None, prompt)
+            session = self._engine.follow(
+                ids, params, self._bridge, request_id=request_id, priority=priority, prompt_embeds=rows
+            )
         except BaseException:
             for name in names:
                 self._bridge.unroute(name)
@@ -217,15 +222,29 @@ class Reply:
         return True
 
     def wake(self) -> None:
-        """Let the reader go on."""
+        """Let the reader have what there is."""
+        if self._at_once is not None and self.unread and not self.closed:
+            taken, self.unread = self.unread, []
+            if not self._at_once(taken):
+                self.unread = taken
+            elif not self.finished:
+                return
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def events(self) -> Events:
-        """What has come since the last call, at least one; empty when all answers have ended or nobody reads."""
+    async def events(self, at_once: Callable[[Events], bool] | None = None) -> Events:
+        """What has come since the last call, at least one; empty when all answers have ended or nobody reads.
+
+        Args:
+            at_once: is offered what comes while this waits, in the callback that brings it; what it takes is not
+                returned here. It must not raise.
+        """
         while not self.unread and not self.finished and not self.closed:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            self._waiter, self._at_once = asyncio.get_running_loop().create_future(), at_once
+            try:
+                await self._waiter
+            finally:
+                self._at_once = None
         taken, self.unread = self.unread, []
         return [] if self.closed else taken
 

@@ -96,7 +96,13 @@ TokenIds = list[int]
 class CompletionRequest(Generating):
     """Body of POST /v1/completions."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds] = Field(description="Text, token ids, or a list of either.")
+    prompt: str | list[str] | TokenIds | list[TokenIds] | None = Field(
+        None, description="Text, token ids, or a list of either; required without prompt_embeds."
+    )
+    prompt_embeds: str | Annotated[list[str], Field(min_length=1)] | None = Field(
+        None,
+        description="In place of a prompt: base64 of a safetensors or NumPy file of [tokens, hidden].",
+    )
     logprobs: int | None = Field(None, description="Alternatives per token whose log probabilities are returned.")
     echo: bool | None = Field(None, description="Begin the text with the prompt.")
     best_of: int | None = Field(None, description="Generate that many, return the n most likely per token.")

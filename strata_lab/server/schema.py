@@ -100,6 +100,7 @@ class ModelCard(BaseModel):
     owned_by: str
     root: str
     max_model_len: int
+    weight_format: str
 
 
 class ModelList(BaseModel):
@@ -187,3 +188,17 @@ GUARDED = errors(401, 503)  # of everything behind the gate
 BODY = errors(400, 404, 408, 413, 415)  # of everything that takes a body
 BUSY = errors(429, 500, 504)  # of everything that generates
 STREAM: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+METRICS: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+ROUTING: dict[str, Any] = {  # headers of everything that generates
+    "parameters": [
+        {
+            "name": "X-Strata-Precision", "in": "header", "required": False, "schema": {"type": "string"},
+            "description": "Which of several engines answers; one of those that GET /v1/models lists.",
+        },
+        {
+            "name": "X-Strata-Priority", "in": "header", "required": False,
+            "schema": {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1},
+            "description": "The field priority, for callers who cannot change their bodies.",
+        },
+    ]
+}  # fmt: skip

@@ -18,13 +18,19 @@ class Limits:
     """What the tightest group around this process allows.
 
     Attributes:
-        memory_bytes, memory_used_bytes: the limit and what the group takes now, caches included.
+        memory_bytes, memory_used_bytes: the limit and what the group takes now, less what the kernel drops when
+            memory is short (files that were read and not used again).
         cpus: processors' worth of time.
     """
 
     memory_bytes: int | None = None
     memory_used_bytes: int | None = None
     cpus: float | None = None
+
+    @property
+    def memory_left_bytes(self) -> int | None:
+        """What may still be taken; None where nothing is limited."""
+        return None if self.memory_bytes is None else max(0, self.memory_bytes - (self.memory_used_bytes or 0))
 
 
 def limits(root: Path = ROOT, membership: Path = MEMBERSHIP) -> Limits:
@@ -66,14 +72,20 @@ def _upwards(root: Path, group: str) -> list[Path]:
 def _unified(folder: Path) -> Limits:
     quota, _, period = _text(folder / "cpu.max").partition(" ")
     cpus = int(quota) / int(period) if quota.isdigit() and period.strip().isdigit() else None
-    return Limits(_number(folder / "memory.max"), _number(folder / "memory.current"), cpus)
+    return Limits(_number(folder / "memory.max"), _used(folder, "memory.current", "inactive_file"), cpus)
 
 
 def _memory_v1(folder: Path) -> Limits:
     limit = _number(folder / "memory.limit_in_bytes")
     if limit is None or limit > UNLIMITED:
         return Limits()
-    return Limits(limit, _number(folder / "memory.usage_in_bytes"))
+    return Limits(limit, _used(folder, "memory.usage_in_bytes", "total_inactive_file"))
+
+
+def _used(folder: Path, name: str, droppable: str) -> int | None:
+    used = _number(folder / name)
+    rows = dict(line.split(" ", 1) for line in _text(folder / "memory.stat").splitlines() if " " in line)
+    return None if used is None else max(0, used - int(rows.get(droppable, 0)))
 
 
 def _cpu_v1(folder: Path) -> Limits:

@@ -143,10 +143,10 @@ def _memory() -> Iterator[Check]:
 def _container() -> Iterator[Check]:
     """Limits of a control group: what the kernel enforces while the system shows the whole machine."""
     found, cores = container.limits(), hardware.usable_cores()
-    if found.memory_bytes is None:
+    left = found.memory_left_bytes
+    if left is None or found.memory_bytes is None:
         yield Check("memory", "container memory", "no limit below the machine's")
     else:
-        left = found.memory_bytes - (found.memory_used_bytes or 0)
         low = left < LOW_MEMORY_BYTES
         fix = "start the container with more (docker run --memory 8g), or lower gpu_memory_utilization" if low else ""
         value = f"{left / GIB:.1f} of {found.memory_bytes / GIB:.1f} GiB left"

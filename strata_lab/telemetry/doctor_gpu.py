@@ -65,7 +65,7 @@ def one_gpu(gpu: hardware.GpuInfo) -> Iterator[Check]:
     value = f"{gpu.name}, driver {gpu.driver}, {free / GIB:.1f} of {gpu.memory_bytes / GIB:.1f} GiB free"
     fix = "end other programs that hold its memory (nvidia-smi lists them)" if low else ""
     yield Check("gpu", name, value, "warn" if low else "ok", fix)
-    lines = [] if gpu.reading is None else triage(gpu.reading)
+    lines = triage(gpu.reading)
     first = slowest(lines)
     for line in lines:
         begin = (

@@ -11,12 +11,13 @@ import hashlib
 import os
 import platform
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from strata_lab.events import HardwareEvent
+from strata_lab.telemetry import container
 
 CPU_FLAGS_THAT_MATTER = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8")
 _SIZE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -31,8 +32,9 @@ class CpuInfo:
         flags: instruction sets out of `CPU_FLAGS_THAT_MATTER` that it has.
         usable_cores: logical cores this process may run on.
         last_level_cache_bytes: size of the largest cache; None where it is unknown.
-        memory_bytes: physical memory; None where it is unknown.
-        available_memory_bytes: memory that can be taken without swapping; None where it is unknown.
+        memory_bytes: physical memory, or what a container may use of it; None where it is unknown.
+        available_memory_bytes: memory that can be taken without swapping, and within a container's limit; None where
+            it is unknown.
         governor: the frequency governor, or None where the system shows none (many virtual machines).
         clock_mhz: current clock of the first core, None where it is unknown.
     """
@@ -49,35 +51,34 @@ class CpuInfo:
 
 @dataclass(frozen=True)
 class GpuInfo:
-    """One NVIDIA GPU as the driver describes it. Sensors that a card does not have are None.
+    """One NVIDIA GPU as the driver describes it.
 
     Attributes:
         index: the driver's index.
-        name: product name.
         driver: driver version.
-        memory_bytes, memory_used_bytes: total, and in use by anyone.
-        clock_sm_mhz, clock_memory_mhz: current clocks.
-        temperature_c: core temperature.
-        power_w: current draw.
-        pcie: link now, for example "gen4 x16 (of gen5 x16)".
-        throttle_reasons: what holds the clocks down now, in words; empty when nothing does.
-        reading: all its sensors.
+        reading: its name and all its sensors, as of now.
         driver_cuda: newest CUDA that the driver runs, such as "13.0".
     """
 
     index: int
-    name: str
     driver: str
-    memory_bytes: int
-    memory_used_bytes: int
-    clock_sm_mhz: int | None = None
-    clock_memory_mhz: int | None = None
-    temperature_c: int | None = None
-    power_w: float | None = None
-    pcie: str | None = None
-    throttle_reasons: tuple[str, ...] = field(default=())
-    reading: HardwareEvent | None = None
+    reading: HardwareEvent
     driver_cuda: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Product name."""
+        return self.reading.name
+
+    @property
+    def memory_bytes(self) -> int:
+        """Total memory; 0 where the driver does not tell."""
+        return self.reading.memory_bytes or 0
+
+    @property
+    def memory_used_bytes(self) -> int:
+        """In use by anyone."""
+        return self.reading.memory_used_bytes or 0
 
 
 def cpu_info() -> CpuInfo:
@@ -87,13 +88,14 @@ def cpu_info() -> CpuInfo:
     name = _field(r"model name\s*:\s*(.*)$", info) or platform.processor()
     clock = _field(r"cpu MHz\s*:\s*([\d.]+)", info)
     available = _field(r"MemAvailable:\s*(\d+) kB", _read("/proc/meminfo"))
+    bounds = container.limits()
     return CpuInfo(
         name=name.strip() or platform.machine() or "unknown processor",
         flags=tuple(f for f in CPU_FLAGS_THAT_MATTER if f in flags),
         usable_cores=usable_cores(),
         last_level_cache_bytes=_last_level_cache_bytes(),
-        memory_bytes=_physical_memory_bytes(),
-        available_memory_bytes=int(available) * 1024 if available else None,
+        memory_bytes=_least(_physical_memory_bytes(), bounds.memory_bytes),
+        available_memory_bytes=_least(int(available) * 1024 if available else None, bounds.memory_left_bytes),
         governor=_read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").strip() or None,
         clock_mhz=float(clock) if clock else None,
     )
@@ -153,22 +155,7 @@ def _gpu(nvml: ModuleType, index: int) -> GpuInfo:
     from strata_lab.telemetry.nvml import driver_cuda, read, text
 
     reading = read(nvml, nvml.nvmlDeviceGetHandleByIndex(index), f"gpu {index}")
-    link = reading.pcie_gen, reading.pcie_width, reading.pcie_gen_max, reading.pcie_width_max
-    return GpuInfo(
-        index=index,
-        name=reading.name,
-        driver=text(nvml.nvmlSystemGetDriverVersion()),
-        memory_bytes=reading.memory_bytes or 0,
-        memory_used_bytes=reading.memory_used_bytes or 0,
-        clock_sm_mhz=reading.sm_mhz,
-        clock_memory_mhz=reading.memory_mhz,
-        temperature_c=None if reading.core_c is None else int(reading.core_c),
-        power_w=reading.power_w,
-        pcie=None if None in link else f"gen{link[0]} x{link[1]} (of gen{link[2]} x{link[3]})",
-        throttle_reasons=reading.throttle,
-        reading=reading,
-        driver_cuda=driver_cuda(nvml),
-    )
+    return GpuInfo(index, text(nvml.nvmlSystemGetDriverVersion()), reading, driver_cuda(nvml))
 
 
 def _read(path: str) -> str:
@@ -176,6 +163,10 @@ def _read(path: str) -> str:
         return Path(path).read_text(errors="replace")
     except OSError:
         return ""
+
+
+def _least(*values: int | None) -> int | None:
+    return min((v for v in values if v is not None), default=None)
 
 
 def _field(pattern: str, text: str) -> str:

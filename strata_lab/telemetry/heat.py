@@ -38,7 +38,14 @@ LOOK_AHEAD_S = 4.0
 CARD_S = 30.0  # time constant of a cooler; only the order of magnitude matters
 LAG_S = {"core": 1.0, "memory": 8.0}
 DEFAULT_LIMIT_C = {"core": 83.0, "memory": 95.0}  # where the driver names none: usual values for consumer cards and HBM
+NEAR_C = 5.0  # this far below the limit a card is called hot
 LOWEST_TARGET_C = 55.0  # below this a card does not slow down for its own heat
+
+
+def limit_c(reading: HardwareEvent, sensor: str) -> float:
+    """From which temperature of a sensor ("core", "memory") on a card slows down: its driver's word, or the usual."""
+    named = reading.core_limit_c if sensor == "core" else reading.memory_limit_c
+    return named or DEFAULT_LIMIT_C[sensor]
 
 
 class Predictor:
@@ -131,13 +138,11 @@ class Controller:
         """The sensor nearest to its target: name, reading, prediction, target."""
         slowed = any(word.startswith("hot") for word in reading.throttle)
         found = []
-        for sensor, value, limit in (
-            ("core", reading.core_c, reading.core_limit_c), ("memory", reading.memory_c, reading.memory_limit_c),
-        ):  # fmt: skip
+        for sensor, value in (("core", reading.core_c), ("memory", reading.memory_c)):
             if value is None:
                 continue
             predicted = self._predictors[sensor].predict(reading.t_s, value)
-            target = min((limit or DEFAULT_LIMIT_C[sensor]) - MARGIN_C, self._ceilings[sensor])
+            target = min(limit_c(reading, sensor) - MARGIN_C, self._ceilings[sensor])
             found.append((sensor, value, predicted, target))
         if not found:
             return None

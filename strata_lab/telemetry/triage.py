@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from strata_lab.events import HardwareEvent
 from strata_lab.telemetry.checks import Check, Verdict
+from strata_lab.telemetry.heat import NEAR_C, limit_c
 
-NEAR_C = 5.0  # degrees below the limit from which a card is called hot
-HOT_C = 83.0  # where the driver names no limit: NVIDIA's usual slow-down threshold for consumer cards
 FULL_POWER = 0.97  # of the limit
 BUSY_PERCENT = 80  # a decoding card below this waits for its host
 GOVERN = (
@@ -40,15 +39,15 @@ def slowest(lines: list[Check]) -> Check | None:
 
 
 def _temperature(r: HardwareEvent, sensor: str) -> Check | None:
-    value, limit = (r.core_c, r.core_limit_c) if sensor == "core" else (r.memory_c, r.memory_limit_c)
+    value, named = (r.core_c, r.core_limit_c) if sensor == "core" else (r.memory_c, r.memory_limit_c)
     if value is None:
         if sensor == "core":
             return None
         return Check(r.device, "memory temperature", "this card does not tell it (consumer cards do not)")
-    limit = limit or (HOT_C if sensor == "core" else None)
+    limit = limit_c(r, sensor)
     slowed = sensor == "core" and any(word.startswith(("hot", "hardware slowdown")) for word in r.throttle)
-    hot = slowed or (limit is not None and value >= limit - NEAR_C)
-    text = f"{value:g} C" + (f", slows down at {limit:g} C" if limit else "")
+    hot = slowed or value >= limit - NEAR_C
+    text = f"{value:g} C, slows down at {limit:g} C" + ("" if named else " (usual: its driver names no limit)")
     cause = "it slows down for heat now" if slowed else "it is about to slow down for heat" if hot else ""
     return Check(r.device, f"{sensor} temperature", text, "warn" if hot else "ok", GOVERN if hot else "", cause)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from strata_lab.events import GovernorEvent, HardwareEvent
 from strata_lab.telemetry import hardware
+from strata_lab.telemetry.heat import NEAR_C, limit_c
 from strata_lab.telemetry.monitor import source_for
 
 EVERY_S = 1.0
-HOT_C, TOO_HOT_C = 80, 87  # where consumer cards begin to slow down, and where they are well into it
 _NONE = "no sensor"
 
 
@@ -70,12 +70,14 @@ class Sensors:
 
 
 def _device_rows(r: HardwareEvent) -> list[dict[str, str]]:
-    hot, too_hot = (HOT_C, TOO_HOT_C) if r.core_limit_c is None else (r.core_limit_c - 5, r.core_limit_c)
-    heat = r.core_c
-    tone = "" if heat is None or heat < hot else "warn" if heat < too_hot else "bad"
+    heat, tone, falls = r.core_c, "", ""
+    if r.device != "cpu":  # a processor does not tell its limit, and there is no usual one
+        hottest = limit_c(r, "core")
+        tone = "" if heat is None or heat < hottest - NEAR_C else "warn" if heat < hottest else "bad"
+        falls = f"; at {hottest:.0f} °C clocks fall"
     limit = "" if r.power_limit_w is None else f" Limit {r.power_limit_w:.0f} W."
     rows = [
-        _row("temperature", heat, "°C", f"Core of {r.name}; at {too_hot:.0f} °C clocks fall.", tone),
+        _row("temperature", heat, "°C", f"Core of {r.name}{falls}.", tone),
         _row("power", r.power_w, "W", f"Draw now.{limit}"),
     ]
     if r.device == "cpu":

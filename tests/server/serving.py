@@ -38,7 +38,7 @@ class Served:
 
     @property
     def engine(self) -> LLMEngine:
-        return self.server.service.engine
+        return self.server.service.backends[0].engine
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -86,8 +87,13 @@ def test_a_full_queue_is_429_with_a_measured_time_and_then_has_room(folder: Path
 
 
 def test_many_prompts_get_in_together_or_not_at_all(folder: Path) -> None:
-    with serving(folder, options={"max_num_seqs": 2}, max_queue=1) as served:
-        assert served.post("/v1/completions", **LONG | {"prompt": ["a"] * 4}).status_code == 429
+    with serving(folder, options={"max_num_seqs": 2}, max_queue=1) as served, ThreadPoolExecutor(1) as pool:
+        with Paused(served.engine):
+            one = pool.submit(served.post, "/v1/completions", **LONG)
+            wait_until(lambda: served.server.service.num_live == 1)
+            assert served.post("/v1/completions", **LONG | {"prompt": ["a"] * 3}).status_code == 429
+            assert served.server.service.num_live == 1
+        assert one.result().status_code == 200
         bad = served.post("/v1/completions", **LONG | {"prompt": ["a", "b" * 500]})
         assert bad.status_code == 400
         assert served.server.service.num_live == 0
@@ -105,6 +111,17 @@ def test_only_who_has_a_key_gets_in(folder: Path) -> None:
         assert httpx.get(f"{served.url}/health").status_code == 200, "load balancers have no key"
         assert httpx.patch(f"{served.url}/v1/optimizations", json={"max_num_seqs": 1}).status_code == 401
         assert served.http.get("/openapi.json").json()["components"]["securitySchemes"]
+
+
+def test_more_texts_than_there_is_ever_room_for_is_the_callers_mistake(folder: Path) -> None:
+    """429 says that it may be sent again, so it would be sent for ever."""
+    with serving(folder, options={"max_num_seqs": 2}, max_queue=3) as served:
+        ask = {"prompt": "a", "max_tokens": 2, "temperature": 1, "n": 5}
+        assert served.post("/v1/completions", **ask).status_code == 200
+        for body in (ask | {"n": 6}, ask | {"prompt": ["a"] * 6, "n": 1}, ask | {"prompt": ["a", "b"], "n": 3}):
+            answer = served.post("/v1/completions", **body)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "n"
+            assert "max_num_seqs + max_queue=5" in answer.json()["error"]["message"]
 
 
 def test_large_and_slow_bodies_are_refused_whether_announced_or_not(folder: Path) -> None:
@@ -172,7 +189,7 @@ def test_a_second_signal_ends_what_runs_and_stops_at_once(folder: Path) -> None:
         served.server.handle_exit(signal.SIGTERM, None)
         wait_until(lambda: served.server.service.state == "draining")
         served.server.handle_exit(signal.SIGTERM, None)
-        wait_until(lambda: served.server.service._engine.closed)
+        wait_until(lambda: served.server.service._made.closed)
         assert many.exception() is not None or many.result().status_code == 503
 
 
@@ -184,10 +201,32 @@ def test_a_reader_who_does_not_read_is_cut_off_and_holds_no_blocks(folder: Path)
         with socket.socket(fileno=os.dup(served.server.servers[0].sockets[0].fileno())) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)  # what it accepts has the same
         with raw(served, "/v1/completions", body):
-            wait_until(lambda: served.server.service.bridge.num_overruns == 1)
+            wait_until(lambda: served.server.service.backends[0].bridge.num_overruns == 1)
             wait_until(lambda: served.blocks_used() == 0)
         assert served.server.service.num_live == 0
         assert served.post("/v1/completions", **LONG).status_code == 200, "others are served as before"
+
+
+def test_a_reader_who_comes_back_late_gets_every_piece_in_order(folder: Path) -> None:
+    """The reader's buffers fill, so that pieces have to wait; then it reads on."""
+    options = {"max_model_len": 256, "max_num_seqs": 8}
+    body = LONG | {"max_tokens": 200, "stream": True, "logprobs": 20, "n": 4, "temperature": 1, "seed": 3}
+    with serving(folder, options=options, max_stream_backlog=4096) as served:
+        whole = served.post("/v1/completions", **body | {"stream": False}).json()["choices"]
+        with socket.socket(fileno=os.dup(served.server.servers[0].sockets[0].fileno())) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)
+        with raw(served, "/v1/completions", body | {"stream_options": {"include_usage": True}}) as late:
+            wait_until(lambda: served.server.service.num_live == 0)  # the engine has ended, the reader has not begun
+            text = b""
+            while not text.endswith(b"0\r\n\r\n"):
+                text += late.recv(65536)
+    pieces = [
+        json.loads(line[6:]) for line in re.sub(rb"\r\n[0-9a-f]+\r\n", b"", text).split(b"\n") if line[:7] == b"data: {"
+    ]
+    assert pieces[-1]["usage"]["completion_tokens"] == 800
+    for number in range(4):
+        parts = [c["text"] for p in pieces for c in p["choices"] if c["index"] == number]
+        assert "".join(parts) == whole[number]["text"]
 
 
 def test_browsers_of_a_named_origin_may_call(folder: Path) -> None:
