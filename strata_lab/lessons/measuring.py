@@ -9,13 +9,14 @@ left of the truth.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from strata_lab.bench.measure import Run, run
 from strata_lab.bench.workloads import Workload
-from strata_lab.events import Event, StepEvent
+from strata_lab.events import Event, StepEvent, TokenEvent
 from strata_lab.workbench.causes import Ceiling, cause_data, split_step
 
 WARM_TOKENS = 8
@@ -27,17 +28,19 @@ class Trace:
     """What an engine did between the start and the end of a `with` block.
 
     Attributes:
+        start_s: when the block began, on the events' clock.
         events: all of them, in order; empty until the block has ended.
         lost: events that the engine's buffer had already dropped.
     """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
+        self.start_s = 0.0
         self.events: list[Event] = []
         self.lost = 0
 
     def __enter__(self) -> Trace:
-        self._cursor = self.engine.events.cursor
+        self._cursor, self.start_s = self.engine.events.cursor, time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -58,9 +61,10 @@ class Trace:
         """Steps that only decoded."""
         return [s for s in self.steps if s.num_decode_tokens and not s.num_prefill_tokens]
 
-    def token_times_s(self, request_id: str) -> list[float]:
-        """When each token of a request came, on the events' clock."""
-        return [s.t_s for s in self.steps for t in s.tokens if t.request_id == request_id and t.token_id >= 0]
+    @property
+    def arrivals(self) -> list[tuple[float, TokenEvent]]:
+        """Milliseconds since the block began, and the token that came then; in order, of all requests."""
+        return [((s.t_s - self.start_s) * 1e3, t) for s in self.steps for t in s.tokens if t.token_id >= 0]
 
 
 def decode(engine: Any, seconds: float, *, batch: int = 1, prompt_tokens: int = PROMPT_TOKENS) -> Run:
