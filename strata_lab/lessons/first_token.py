@@ -112,7 +112,8 @@ def drawn(tokenizer: Any, likely: Mapping[int, float], found: Mapping[float, Cou
         )  # fmt: skip
     made.add_scatter(
         x=[*labels, "all others"], y=[*likely.values(), 1 - sum(likely.values())], mode="markers",
-        name="the model's probability", marker={"symbol": "line-ew-open", "size": 26, "color": GREY, "line": {"width": 3}},
+        name="the model's probability",
+        marker={"symbol": "line-ew-open", "size": 26, "color": GREY, "line": {"width": 3}},
         hovertemplate="%{x}: %{y:.1%}<br>softmax of the logits (temperature 1)<extra></extra>",
     )  # fmt: skip
     return made.update_yaxes(tickformat=".0%").update_layout(barmode="group")
@@ -150,7 +151,7 @@ class Checks:
         truth = 1e3 / self.longest.tpot_ms
         return number(
             answer, truth, within=0.05,
-            because=f"One token every {self.longest.tpot_ms:.1f} ms makes {truth:.1f} per second. TTFT has no part in it.",
+            because=f"One token every {self.longest.tpot_ms:.1f} ms makes {truth:.1f} a second; TTFT has no part in it.",
             hint="How many times does TPOT fit into a second?",
             traps=((1 / self.longest.tpot_ms, "TPOT is in milliseconds."),
                    (1e3 / self.longest.ttft_ms, "That is how many first tokens fit into a second.")),

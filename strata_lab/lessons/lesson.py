@@ -57,10 +57,14 @@ class Lesson:
         found = self.read_bandwidth()
         return Ceiling(found.bytes_s, found.level, found.reader)
 
-    def write(self, prompt: Any, tokens: int, **params: Any) -> RequestOutput:
-        """Continue a prompt greedily by exactly `tokens` tokens; `params` of `SamplingParams` change that."""
-        chosen = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "seed": self.seed} | params
-        return self.engine.generate(prompt, SamplingParams(**chosen))[0]
+    def params(self, tokens: int, **chosen: Any) -> SamplingParams:
+        """Greedy, exactly `tokens` tokens; `chosen` fields of `SamplingParams` change that."""
+        fields = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "seed": self.seed}
+        return SamplingParams(**(fields | chosen))
+
+    def write(self, prompt: Any, tokens: int, **chosen: Any) -> RequestOutput:
+        """Continue a prompt; as `params`."""
+        return self.engine.generate(prompt, self.params(tokens, **chosen))[0]
 
     @functools.cached_property
     def machine(self) -> str:
