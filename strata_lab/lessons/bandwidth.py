@@ -26,13 +26,13 @@ def parts_of_step(engine: Any) -> dict[str, int]:
 
 def step_parts(parts: Mapping[str, int], kv_bytes: int, title: str) -> Any:
     """One bar: the bytes of a step, cut by what they are."""
-    made = figure(title, x="MB read per token", height=190)
+    made = figure(title, x="MB read per token", height=200)
     for (name, nbytes), colour in zip({**parts, "KV cache": kv_bytes}.items(), COLOURS, strict=False):
         made.add_bar(
             y=[""], x=[nbytes / 1e6], name=name, orientation="h", marker_color=colour,
             hovertemplate=f"{name}: %{{x:.2f}} MB<br>sum of the sizes of its tensors / one reading<extra></extra>",
         )  # fmt: skip
-    return made.update_layout(barmode="stack", legend={"y": -0.9, "yanchor": "top", "x": 0, "xanchor": "left"})
+    return made.update_layout(barmode="stack")
 
 
 def floor_ms(nbytes: float, bytes_s: float) -> float:
@@ -57,9 +57,10 @@ def formats(nbytes: Mapping[str, int], measured_ms: Mapping[str, float], bytes_s
     )  # fmt: skip
     made.add_scatter(
         x=[nbytes[n] / 1e6 for n in measured_ms], y=list(measured_ms.values()), mode="markers+text",
-        name="measured here", text=list(measured_ms), textposition="top center", marker={"size": 12, "color": BLUE}, cliponaxis=False,
+        name="measured here", text=list(measured_ms), textposition="top center", cliponaxis=False,
+        marker={"size": 12, "color": BLUE},
         customdata=[floor_ms(nbytes[n], bytes_s) / ms for n, ms in measured_ms.items()],
-        hovertemplate="%{text}: %{y:.2f} ms for %{x:.0f} MB<br>MBU = floor / measured: %{customdata:.0%}<extra></extra>",
+        hovertemplate="%{text}: %{y:.2f} ms for %{x:.0f} MB<br>MBU = floor / measured %{customdata:.0%}<extra></extra>",
     )  # fmt: skip
     return made.update_yaxes(rangemode="tozero")
 
@@ -156,8 +157,8 @@ class Checks:
         truth = self.nbytes[weight_format] / self.kv_token_bytes
         return number(
             answer, truth, within=0.1,
-            because=f"{self.nbytes[weight_format] / 1e6:.0f} MB of weights over {self.kv_token_bytes / 1e3:.1f} KB a token "
-            f"are {truth:.0f} tokens. From there on the cache costs more than the weights.",
+            because=f"{self.nbytes[weight_format] / 1e6:.0f} MB of weights; {self.kv_token_bytes / 1e3:.1f} KB each: "
+            f"{truth:.0f} tokens. From there on the cache costs more than the weights.",
             hint="Where do the two lines of section 6 cross?",
         )  # fmt: skip
 
@@ -168,8 +169,8 @@ class Checks:
         truth = roofline_tok_s(nbytes, card.bandwidth_bytes_s)
         return number(
             answer, truth, within=0.1,
-            because=f"{nbytes / 1e9:.2f} GB a token, {card.bandwidth_bytes_s / 1e9:.0f} GB/s on paper: {truth:.0f} tok/s; "
-            f"about {truth * READ_SHARE:.0f} at the speed that plain reading reaches. Who reports more counts otherwise.",
+            because=f"{nbytes / 1e9:.2f} GB each, {card.bandwidth_bytes_s / 1e9:.0f} GB/s on paper: {truth:.0f} tok/s; "
+            f"{truth * READ_SHARE:.0f} at the speed of plain reading. Who reports more counts something else.",
             hint="Bytes of a token first: parameters times bits, over 8.",
             traps=((truth / 8, "Bits are not bytes: there are 8 in one."),
                    (truth * EXERCISE_BITS / 8, "That is with a whole byte per weight.")),

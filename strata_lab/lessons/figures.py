@@ -10,7 +10,7 @@ from strata_lab.lessons.measuring import Compared
 from strata_lab.lessons.theme import BLUE, CAUSES, COLOURS, GREY, ORANGE, figure
 from strata_lab.workbench.causes import Ceiling, cause_data
 
-BAR_HEIGHT, FRAME_HEIGHT = 56, 130  # pixels of a horizontal chart: per bar, and around them
+BAR_HEIGHT, FRAME_HEIGHT = 56, 154  # pixels of a horizontal chart: per bar, and around them
 
 
 def compared(found: Compared, title: str, formula: str) -> Any:
@@ -42,7 +42,7 @@ def causes(by_label: Mapping[str, Mapping[str, float]], ceiling: Ceiling, title:
             hovertemplate=f"%{{y}}: {row['label']} %{{x:.3f}} ms<br>{row['tip']}<extra></extra>",
         )  # fmt: skip
     made.update_yaxes(autorange="reversed")
-    return made.update_layout(barmode="stack", legend={"y": -0.35, "yanchor": "top", "x": 0, "xanchor": "left"})
+    return made.update_layout(barmode="stack", margin={"t": 96})
 
 
 def steps(seen: Sequence[StepEvent], title: str) -> Any:

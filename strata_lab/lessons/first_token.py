@@ -77,7 +77,7 @@ def prompt_lengths(found: Mapping[int, Waits]) -> Any:
             x=list(found), y=values, name=name, mode="lines+markers", line={"color": colour}, marker={"size": 9},
             hovertemplate=f"prompt of %{{x}} tokens: %{{y:.1f}} ms<br>{source}, best of its rounds<extra></extra>",
         )  # fmt: skip
-    return made.update_layout(legend={"y": -0.3, "yanchor": "top", "x": 0, "xanchor": "left"}, height=380)
+    return made
 
 
 def probabilities(engine: Any, prompt: str) -> dict[int, float]:
@@ -151,7 +151,7 @@ class Checks:
         truth = 1e3 / self.longest.tpot_ms
         return number(
             answer, truth, within=0.05,
-            because=f"One token every {self.longest.tpot_ms:.1f} ms makes {truth:.1f} a second; TTFT has no part in it.",
+            because=f"One token every {self.longest.tpot_ms:.1f} ms is {truth:.1f} a second; TTFT has no part in it.",
             hint="How many times does TPOT fit into a second?",
             traps=((1 / self.longest.tpot_ms, "TPOT is in milliseconds."),
                    (1e3 / self.longest.ttft_ms, "That is how many first tokens fit into a second.")),

@@ -19,9 +19,9 @@ from strata_lab.bench.workloads import Workload
 from strata_lab.events import Event, StepEvent, TokenEvent
 from strata_lab.workbench.causes import Ceiling, cause_data, split_step
 
-WARM_TOKENS = 8
+WARM_TOKENS = 4
 FEWEST_TOKENS, MOST_TOKENS = 12, 384  # of a timed run
-PROMPT_TOKENS = 32
+PROMPT_TOKENS = 16
 
 
 class Trace:

@@ -52,7 +52,7 @@ def weight_histogram(matrix: Tensor, made: Sequence[Rounded]) -> Any:
             hovertemplate=f"{name}: %{{y}} weights near %{{x:.4f}}<br>{BINS} bins of the shown range<extra></extra>",
         )  # fmt: skip
     both.update_xaxes(gridcolor=GRID).update_yaxes(type="log", gridcolor=GRID, title="how many")
-    return both.update_layout(legend={"y": -0.15, "yanchor": "top", "x": 0, "xanchor": "left"})
+    return both.update_layout(legend={"y": 1.12})
 
 
 def _error_lines(title: str, x: str, errors: Mapping[str, Mapping[Any, float]], formula: str) -> Any:

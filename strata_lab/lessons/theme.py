@@ -62,13 +62,14 @@ def layout_of(title: str, height: int = HEIGHT) -> dict[str, Any]:
     """The layout alone, for figures that are made otherwise (subplots)."""
     return {
         "template": "none",
-        "title": {"text": title, "x": 0, "xref": "paper", "font": {"size": 15}},
+        "title": {"text": title, "x": 0, "xref": "paper", "y": 1, "yref": "container", "yanchor": "top",
+                  "pad": {"t": 10}, "font": {"size": 15}},
         "colorway": COLOURS,
         "font": {"color": GREY, "size": 13, "family": "system-ui, sans-serif"},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "height": height,
-        "margin": {"l": 60, "r": 24, "t": 52, "b": 52},
+        "margin": {"l": 60, "r": 24, "t": 74, "b": 52},
         "hoverlabel": {"align": "left"},
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 1, "xanchor": "right"},
-    }
+        "legend": {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "xanchor": "left", "traceorder": "normal"},
+    }  # fmt: skip
