@@ -125,3 +125,9 @@ def test_a_cell_that_only_tells_figures_folds_its_source(path: Path) -> None:
 def test_there_are_notebooks() -> None:
     assert NOTEBOOKS, "notebooks/ is empty"
     assert len({path.name[:2] for path in NOTEBOOKS}) == len(NOTEBOOKS), "two notebooks have the same number"
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.zh.md"])
+def test_both_readmes_have_a_row_for_every_notebook(readme: str) -> None:
+    rows = set(re.findall(r"^\| (\d\d) \| [^|]+ \| [^|]+ \|$", (ROOT / readme).read_text(encoding="utf-8"), re.M))
+    assert {path.name[:2] for path in NOTEBOOKS} - rows == set()
