@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import nbformat
 import pytest
 
 from strata_lab.events import StepEvent
-from strata_lab.lessons import figures, theme
+from strata_lab.lessons import figures, gallery, theme
 from strata_lab.lessons.checks import choice, number
 from strata_lab.lessons.measuring import Compared, Trace, causes_ms, in_turn
 from strata_lab.workbench.causes import Ceiling
@@ -136,3 +139,42 @@ def test_every_chart_has_units_on_its_axes_and_tells_on_hover_how_a_number_is_ma
         assert all(hovers), name
         assert any(re.search(r"formula|/|_ms|best of", hover) for hover in hovers), name
         assert chart.layout.paper_bgcolor == chart.layout.plot_bgcolor == "rgba(0,0,0,0)", name
+
+
+# -- pages ------------------------------------------------------------------------------------------------------------
+
+
+def executed(tmp_path: Path) -> Path:
+    """A notebook as papermill leaves it: a chart, a widget, a cell that tells, and text that could break a page."""
+    new = nbformat.v4
+    chart = json.loads(figures.against("</script> & more", "bytes", "ms", {1.0: 2.0}, {1.0: 1.0}, "f").to_json())
+    cells = [
+        new.new_markdown_cell("# 99 A title (标题)\n\n*Needs* nothing."),
+        new.new_code_cell("model = 'x'  # = 1\nseconds: float = 2.0", metadata={"tags": ["parameters"]}),
+        new.new_code_cell("draw()", outputs=[new.new_output("display_data", {gallery.PLOTLY: chart})]),
+        new.new_code_cell("panel", outputs=[new.new_output("display_data", {gallery.WIDGET: {"model_id": "1"}})]),
+        new.new_code_cell("secret_source()", metadata={"tags": [gallery.TOLD]}),
+    ]  # fmt: skip
+    path = tmp_path / "99_title.ipynb"
+    nbformat.write(new.new_notebook(cells=cells, metadata={"widgets": {"state": {}}}), path)
+    return path
+
+
+def test_a_page_draws_its_charts_without_a_network_and_folds_what_only_tells(tmp_path: Path) -> None:
+    text = gallery.page(executed(tmp_path)).read_text(encoding="utf-8")
+    assert f'<script src="{gallery.SCRIPT}">' in text and text.count("Plotly.newPlot(") == 1
+    assert "A widget stands here" in text and "secret_source" not in text and "prefers-color-scheme: dark" in text
+    assert re.findall(r"<(?:script|link|img|iframe)[^>]*https?://[^>]*>", text) == [] and "mermaid.esm" not in text
+    drawn = text[text.index("Plotly.newPlot(") :]
+    assert "</script> & more" not in drawn[: drawn.index("</script>")]
+
+
+def test_the_index_lists_every_page_and_brings_the_script(tmp_path: Path) -> None:
+    path = executed(tmp_path)
+    notebook = nbformat.read(path, as_version=4)
+    assert gallery.parameters(notebook) == {"model", "seconds"}
+    text = gallery.index([gallery.Executed(path, gallery.title_of(notebook), 12.4)], tmp_path).read_text(
+        encoding="utf-8"
+    )
+    assert 'href="99_title.html"' in text and "99 A title (标题)" in text and "12 s" in text
+    assert (tmp_path / gallery.SCRIPT).stat().st_size > 1e6

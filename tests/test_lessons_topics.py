@@ -1,4 +1,4 @@
-"""Notebooks 01, 02, 03 and 05: what they measure on a tiny model, and what their exercises answer."""
+"""Notebooks 01 to 05: what they measure on a tiny model, and what their exercises answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from strata_lab.bench.tiny_model import write_tiny_model
-from strata_lab.lessons import bandwidth, first_token, follow, recorded
+from strata_lab.lessons import bandwidth, first_token, follow, quantization, recorded
 from strata_lab.lessons.by_hand import MAX_TOKENS, ByHand, Call
 from strata_lab.lessons.first_token import Waits
 from strata_lab.lessons.lesson import Lesson
@@ -225,6 +225,7 @@ def test_a_saving_below_the_noise_is_called_so() -> None:
 FIRST = first_token.Checks({16: Waits(50.0, 10.0), 256: Waits(700.0, 12.5)})
 FOLLOW = follow.Checks([Call("linear", 1.0)] * 28 + [Call("add", 0.1)], num_layers=4, block_size=16)
 BYTES = bandwidth.Checks({"int8": 150_000_000, "int4": 96_000_000}, 20e9, 48_000)
+QUANTIZATION = quantization.Checks(seed=0)
 RECORDED = recorded.Checks(Compared("ms", {recorded.OFF: [15.0], recorded.ON: [12.0]}), calls=150)
 NUMBERS: list[tuple[Callable[[Any], Any], float]] = [
     (FIRST.seconds_for, (700 + 99 * 12.5) / 1e3), (FIRST.tokens_per_second, 80.0),
@@ -232,6 +233,7 @@ NUMBERS: list[tuple[Callable[[Any], Any], float]] = [
     (BYTES.most_tok_s, 133.33), (BYTES.meeting_context, 2000.0), (BYTES.at_home, 256.0),
     (RECORDED.per_call_us, 20.0), (RECORDED.deeper_model, 12.0),
 ]  # fmt: skip
+NUMBERS += [(QUANTIZATION.bits, 4.5), (QUANTIZATION.narrower_groups, 0.8)]
 CHOICES: list[tuple[Callable[[Any], Any], str, tuple[str, ...]]] = [
     (FIRST.same_text, "seed", ("temperature", "nothing")),
     (FOLLOW.who_decides, "sampler", ("model", "scheduler")),
@@ -261,3 +263,13 @@ def test_a_choice_is_judged_and_every_wrong_word_has_a_hint_of_its_own(
     hints = [check(word) for word in wrong]
     assert [hint.right for hint in hints] == [False] * len(wrong)
     assert len({hint.text for hint in hints}) == len(wrong) and all(f'"{truth}"' not in h.text for h in hints)
+
+
+def test_the_pair_about_outliers_is_what_rounding_them_says() -> None:
+    check = QUANTIZATION
+    harm = check.harm()
+    assert harm["int8/channel"] > 2 * harm["int8/group32"] > 2 * harm["fp8"]
+    assert check.outliers(None).right is None and check.outliers(("int8/channel", "fp8")).right is True
+    for wrong in (("fp8", "int8/channel"), ("int8/channel", "int8/group32"), ("int8", "fp8"), "fp8", 3):
+        verdict = check.outliers(wrong)
+        assert verdict.right is False and "int8/channel most" not in verdict.text
