@@ -84,7 +84,7 @@ nbval: setup-dev model  ## run the committed notebooks as they are, with nbval
 	@$(PY) -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=300 -p no:cacheprovider notebooks/*.ipynb
 
 fmt: setup-dev  ## format, and fix what can be fixed
-	@$(PY) -m ruff check --fix . ; $(PY) -m ruff format . ; $(PY) -m nbstripout notebooks/*.ipynb
+	@$(PY) -m ruff check --fix . ; $(PY) -m ruff format . ; $(PY) -m nbstripout --keep-id notebooks/*.ipynb
 
 clean:  ## remove everything that was generated, but not the environment
 	@rm -rf artifacts dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from strata_lab.kernels import Ops, bind
 from strata_lab.kv_cache import KVCache
+from strata_lab.layers.attention import LayerKV, StepContext
+from strata_lab.layers.weights import LayerWeights
 from strata_lab.models.base import CausalLM
 from strata_lab.runner import EagerStep, Slice, StepInputs
 
@@ -37,8 +39,8 @@ class _WatchedModel(CausalLM):
         super().__init__(*args, **options)
         self.states: list[Tensor] = []
 
-    def layer(self, x: Tensor, *rest: Any) -> Tensor:
-        made = super().layer(x, *rest)
+    def layer(self, x: Tensor, weights: LayerWeights, step: StepContext, kv: LayerKV) -> Tensor:
+        made = super().layer(x, weights, step, kv)
         self.states.append(made[-1:].clone())
         return made
 
