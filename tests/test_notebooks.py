@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
@@ -12,6 +13,7 @@ import pytest
 from strata_lab.lessons import gallery
 
 ROOT = Path(__file__).resolve().parent.parent
+GALLERY = ROOT / "artifacts" / "gallery"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MAX_CELL_LINES = 10
 MAX_SECONDS = 90  # of one notebook, on a machine that does other work too; the gallery tells each one's time
@@ -48,12 +50,23 @@ every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem
 every_lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda p: p.stem)
 
 
+@pytest.fixture(scope="module")
+def pages() -> Iterator[list[gallery.Executed]]:
+    """What is executed here becomes the gallery that `make gallery` makes, kept with what CI built."""
+    done: list[gallery.Executed] = []
+    yield done
+    if done:
+        gallery.index(done, GALLERY)
+
+
 @pytest.mark.slow
 @every_notebook
-def test_notebook_runs_from_top_to_bottom(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it leaves in artifacts/gallery is what `make gallery` makes: the executed copy and its page."""
+def test_notebook_runs_from_top_to_bottom(
+    path: Path, pages: list[gallery.Executed], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "widgets")]))  # also when not installed
-    done = gallery.execute(path, ROOT / "artifacts" / "gallery")
+    done = gallery.execute(path, GALLERY)
+    pages.append(done)
     assert all(cell.execution_count is not None for cell in code_cells(done.path) if cell.source.strip())
     assert done.duration_s < MAX_SECONDS
     shown = gallery.page(done.path).read_text(encoding="utf-8")
