@@ -85,7 +85,7 @@ def batches(measured_tok_s: Mapping[int, float], weight_bytes: int, kv_bytes: in
             x=list(measured_tok_s), y=values, mode="lines+markers", name=name, line=line,
             hovertemplate=f"%{{x}} streams: %{{y:.0f}} tok/s<br>{formula}<extra></extra>",
         )  # fmt: skip
-    return made.update_yaxes(rangemode="tozero")
+    return made.update_yaxes(rangemode="tozero").update_xaxes(tickvals=list(measured_tok_s))
 
 
 def context_bytes(weight_bytes: int, kv_token_bytes: int) -> Any:

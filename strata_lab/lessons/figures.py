@@ -19,7 +19,7 @@ def compared(found: Compared, title: str, formula: str) -> Any:
     made = figure(title, y=found.unit)
     best = [found.best(label) for label in labels]
     made.add_bar(
-        x=labels, y=best, text=[f"{value:.1f}" for value in best], textposition="outside", cliponaxis=False,
+        x=labels, y=best, text=[f"{value:.1f}" for value in best], textposition="inside", insidetextanchor="middle",
         name="best round", marker_color=COLOURS[: len(labels)] * (len(labels) <= len(COLOURS)) or BLUE,
         hovertemplate=f"%{{x}}: %{{y:.2f}} {found.unit}, best of its rounds<br>{formula}<extra></extra>",
     )  # fmt: skip

@@ -103,6 +103,11 @@ def drawn(tokenizer: Any, likely: Mapping[int, float], found: Mapping[float, Cou
     """The model's probabilities of the first token beside how often each was drawn, a bar per temperature."""
     labels = [shown(tokenizer.decode([token], skip_special_tokens=False)) for token in likely]
     made = figure("Temperature decides how often the unlikely is taken", x="first token", y="share of the draws")
+    made.add_bar(
+        x=[*labels, "all others"], y=[*likely.values(), 1 - sum(likely.values())], marker_color=GREY,
+        name="the model's probability",
+        hovertemplate="%{x}: %{y:.1%}<br>softmax of the logits / temperature 1<extra></extra>",
+    )  # fmt: skip
     for (temperature, counts), colour in zip(found.items(), COLOURS, strict=False):
         total = counts.total()
         made.add_bar(
@@ -110,13 +115,7 @@ def drawn(tokenizer: Any, likely: Mapping[int, float], found: Mapping[float, Cou
             y=[*(counts[t] / total for t in likely), 1 - sum(counts[t] for t in likely) / total],
             hovertemplate=f"%{{x}}: %{{y:.1%}}<br>drawn / {total} texts, temperature {temperature:g}<extra></extra>",
         )  # fmt: skip
-    made.add_scatter(
-        x=[*labels, "all others"], y=[*likely.values(), 1 - sum(likely.values())], mode="markers",
-        name="the model's probability",
-        marker={"symbol": "line-ew-open", "size": 26, "color": GREY, "line": {"width": 3}},
-        hovertemplate="%{x}: %{y:.1%}<br>softmax of the logits (temperature 1)<extra></extra>",
-    )  # fmt: skip
-    return made.update_yaxes(tickformat=".0%").update_layout(barmode="group")
+    return made.update_yaxes(tickformat=".0%").update_layout(barmode="group", margin={"t": 90})
 
 
 class Checks:
