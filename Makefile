@@ -23,7 +23,7 @@ stage = @TIMEFORMAT='[$(strip $(1)): %0R s]'; time
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev model lab test check static js climb bench gpu aot audit screenshot fmt clean
+.PHONY: help setup setup-dev model lab test check static js climb bench gpu aot audit screenshot gallery nbval fmt clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -82,8 +82,14 @@ audit: setup-dev  ## look for known weaknesses: bandit over the code, pip-audit 
 screenshot: setup-dev model  ## take the README's picture: the workbench in a real browser, mid-decode
 	@$(PY) -m tests.browser.screenshot docs/workbench.png
 
+gallery: setup-dev model  ## execute every notebook; copies and HTML pages under artifacts/gallery
+	@$(PY) -m strata_lab.lessons.gallery artifacts/gallery --only '$(K)'
+
+nbval: setup-dev model  ## run the committed notebooks as they are, with nbval
+	@$(PY) -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=300 -p no:cacheprovider notebooks/*.ipynb
+
 fmt: setup-dev  ## format, and fix what can be fixed
-	@$(PY) -m ruff check --fix . ; $(PY) -m ruff format . ; $(PY) -m nbstripout notebooks/*.ipynb
+	@$(PY) -m ruff check --fix . ; $(PY) -m ruff format . ; $(PY) -m nbstripout --keep-id notebooks/*.ipynb
 
 clean:  ## remove everything that was generated, but not the environment
 	@rm -rf artifacts dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

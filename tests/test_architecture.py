@@ -28,7 +28,7 @@ TORCH_FREE = (
 )  # fmt: skip
 # Packages the core may use; everything else that the project depends on must be imported lazily or outside the core.
 CORE_PACKAGES = {"torch", "triton", "transformers", "safetensors", "tokenizers", "numpy"}
-NOT_CORE = ("server", "workbench", "cli")
+NOT_CORE = ("server", "workbench", "cli", "lessons")
 IMPORT_NAME = {
     "nvidia-ml-py": "pynvml",
     "prometheus-client": "prometheus_client",
@@ -145,7 +145,7 @@ def test_layers_call_operators_and_never_triton() -> None:
 
 def test_the_engine_knows_no_user_interface() -> None:
     """Charts, commands and the server reach the engine; nothing under them reaches back."""
-    above = ("strata_lab.cli", "strata_lab.server", "strata_lab.workbench", "strata_lab.bench")
+    above = ("strata_lab.cli", "strata_lab.server", "strata_lab.workbench", "strata_lab.bench", "strata_lab.lessons")
     top = [p for p in python_files(PACKAGE) if p.relative_to(PACKAGE).parts[0] not in (*NOT_CORE, "bench")]
     assert [f"{relative(p)} imports {name}" for p in top for name in above if uses(p, name)] == []
 

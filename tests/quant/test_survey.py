@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strata_lab.engine import LLMEngine
+from strata_lab.lessons import quant_charts as charts
+from strata_lab.lessons.figures import table
 from strata_lab.models.checkpoint import is_linear
 from strata_lab.models.loader import open_checkpoint
 from strata_lab.quant import get_format, head_format, survey
 from strata_lab.quant.base import concat_rows
 from strata_lab.quant.forward import sequence_logits
 from strata_lab.settings import ConfigError
-from strata_lab.workbench import quant_charts as charts
 from tests.checkpoints import VOCAB, write_checkpoint
 
 TEXT = [[(7 * i + 3 * j) % VOCAB for i in range(24)] for j in range(2)]
@@ -277,7 +278,7 @@ def test_a_variant_has_the_same_colour_in_every_figure() -> None:
 
 
 def test_a_table_has_a_row_for_each_and_no_cell_breaks_it() -> None:
-    text = charts.table(("weights", "KL"), [("int8", "0.1"), ("a|b", "2")]).data
+    text = table(("weights", "KL"), [("int8", "0.1"), ("a|b", "2")]).data
     assert text.splitlines() == ["| weights | KL |", "| --- | ---: |", "| int8 | 0.1 |", "| a&#124;b | 2 |"]
 
 
