@@ -105,8 +105,7 @@ class EngineLoop(Desk):
         with self._lock:
             for request in self.scheduler.expire(start):
                 self._end(self._sessions[request.request_id])
-            running = list(self.scheduler.running)
-        self.parts.speculation.prepare(running)
+        self.parts.speculation.prepare(self._running)
         with self._lock:
             batch = self.scheduler.schedule(decodes_only=lane is not None and lane.busy)
             if not self._moved(batch):
@@ -126,6 +125,10 @@ class EngineLoop(Desk):
             self._fail([item.request for item in batch.items], error)
             return None
         return self._deliver(batch, result, (start, scheduled, time.perf_counter()))
+
+    def _running(self) -> list[Request]:
+        with self._lock:
+            return list(self.scheduler.running)
 
     def _moved(self, batch: ScheduledBatch) -> bool:
         """Queue the copies of blocks that come before a batch; if that fails it ends their requests and the batch's."""
@@ -285,6 +288,7 @@ class EngineLoop(Desk):
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
+            self._room.notify_all()
         self.parts.governor.stop()
         if self._thread is not None:
             self._thread.join()

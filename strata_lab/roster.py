@@ -116,12 +116,18 @@ class Roster:
         Raises `QueueFull` at the bounds of the queue, and `RequestError` for an id in use, an empty prompt and a
         request that can never be served.
         """
-        self._check_new(request)
+        self.check_new(request)
         self.waiting.check_room(request, self.max_waiting, self.max_waiting_tokens)
         self._register(request)
         self.waiting.push(request, self._rank(request))
 
-    def _check_new(self, request: Request) -> None:
+    def has_room(self, request: Request, share: float = 1.0) -> bool:
+        """Whether the queue would take a newcomer if its bounds were `share` of what they are."""
+        most, most_tokens = int(share * self.max_waiting), int(share * self.max_waiting_tokens)
+        return self.waiting.why_no_room(request, max(1, most), most_tokens) is None
+
+    def check_new(self, request: Request) -> None:
+        """Raise `RequestError` for an id in use, an empty prompt and a request that can never be served."""
         if request.request_id in self._requests or request.request_id in self._held:
             raise RequestError(f"request_id={request.request_id!r} is in use; try another, or wait until it has ended")
         if request.num_tokens == 0:
@@ -249,11 +255,11 @@ class Roster:
         self.waiting.push(request, self._rank(request))
 
     def _take_moves(self) -> tuple[Pairs, Pairs, Pairs]:
-        """The moves that the step just built needs, as in `ScheduledBatch`."""
-        copies: Pairs = ()
-        if self._copies:
-            copies = list(self._copies.values())
-            self._copies.clear()
+        """The moves that the step just built needs, as in `ScheduledBatch`; nearly every step needs none."""
+        if not self._copies and not self.preemption.has_moves:
+            return (), (), ()
+        copies = list(self._copies.values())
+        self._copies.clear()
         out, back = self.preemption.take_moves()
         self.num_swapped_out += len(out)
         self.num_swapped_in += len(back)

@@ -276,7 +276,7 @@ class Scheduler(Roster):
         Raises:
             RequestError: its name is in use, it is empty, or it can never be served. Nothing has changed.
         """
-        self._check_new(child)
+        self.check_new(child)
         self._register(child)
         shared = self._num_shared(parent, child)
         num_full = shared // self.blocks.block_size
