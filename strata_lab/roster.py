@@ -274,5 +274,16 @@ class Roster:
         unfilled = {block for _, block in (*batch.copies, *batch.swap_in)}
         return [r for r in self.running if not unfilled.isdisjoint(self.blocks.table(r.request_id))]
 
+    def _num_shared(self, parent: Request, child: Request) -> int:
+        """Tokens of a new child that a parent has computed for it."""
+        if parent.state is not RequestState.RUNNING or self.blocks.has_holes(parent.request_id):
+            return 0
+        most = min(parent.num_computed_tokens, child.num_tokens - 1)
+        if parent.token_ids[:most] != child.token_ids[:most]:
+            most = next(i for i in range(most) if parent.token_ids[i] != child.token_ids[i])
+        if parent.request_id in self._held:  # its last block is being written
+            most -= most % self.blocks.block_size
+        return most
+
     def _rank(self, request: Request) -> Seniority:
         return self._seniority[request.request_id]
