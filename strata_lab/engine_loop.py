@@ -235,7 +235,7 @@ class EngineLoop(Desk):
             **({} if new_pool else limits),  # a new limit is judged by the pool it comes with
         )
         if new_pool:
-            for request in self.scheduler.reset_blocks(new_blocks(parts), **limits):
+            for request in self._new_pool(before, parts, new_blocks(parts)):
                 self.scheduler.finish(request, "error", self.scheduler.why_never_fits(request))
                 self._end(self._sessions[request.request_id])
         elif parts.prefixes is not before.prefixes:
@@ -256,6 +256,15 @@ class EngineLoop(Desk):
         changes = {**changed_fields(before.optimizations, opt), **changed_ops(before, parts)}
         self.events.append(SettingEvent(now, changes, build_ms, took_ms))
         return took_ms
+
+    def _new_pool(self, before: Parts, parts: Parts, blocks: BlockManager) -> list[Request]:
+        """Go over to another pool, with what the old one holds where that means the same; who can never be served."""
+        same = parts.weights is before.weights and parts.kv.kv_format == before.kv.kv_format
+        if not same or (parts.retention, parts.basis) != (before.retention, before.basis):
+            return self.scheduler.reset_blocks(blocks, parts.max_model_len)
+        moves, doomed = self.scheduler.move_blocks(blocks, parts.max_model_len)
+        parts.kv.take_from(before.kv, moves)
+        return doomed
 
     # -- life ---------------------------------------------------------------------------------------------------
 

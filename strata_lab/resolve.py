@@ -193,7 +193,8 @@ class Resolver:
             loaded = current is not None and current.optimizations.weight_format == resolved.weight_format
             weights = 0 if loaded else self.weight_nbytes(resolved.weight_format or "bf16")
             workspace = workspace_nbytes(self.model_config, resolved.max_num_batched_tokens, resolved.max_num_seqs)
-            return max(0, int(free - (1 - utilization) * total - weights - workspace))
+            given_back = 0 if current is None else current.kv.nbytes  # the pool in force goes when the new one is there
+            return max(0, int(free + given_back - (1 - utilization) * total - weights - workspace))
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return min(CPU_POOL_BYTES, int(free * utilization))
 

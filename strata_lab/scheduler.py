@@ -46,15 +46,14 @@ from strata_lab.batch import ScheduledBatch, ScheduledRequest
 from strata_lab.block_manager import BlockManager
 from strata_lab.capacity import most_slots
 from strata_lab.request import Request, RequestState
-from strata_lab.roster import Roster
+from strata_lab.roster import MAX_EVICTIONS, Roster, dearness
 from strata_lab.speculative.window import take_drafts
 from strata_lab.waiting_queue import MAX_WAITING, QueueFull
 
-__all__ = ["MAX_WAITING", "QueueFull", "ScheduledBatch", "Scheduler", "most_slots"]
+__all__ = ["MAX_EVICTIONS", "MAX_WAITING", "QueueFull", "ScheduledBatch", "Scheduler", "most_slots"]
 
 GROWTH_BLOCKS = 2  # halves the recomputed tokens against 1 for 4% more steps; figures in decision 0001
 PASS_SCAN = 16  # requests behind the first that are looked at in a step
-MAX_EVICTIONS = 3  # of one request, while there are others of its priority to evict (decision 0011)
 
 
 @dataclass(slots=True)
@@ -179,7 +178,7 @@ class Scheduler(Roster):
         useful = [r for r in candidates if self.blocks.frees_any(r.request_id)]
         if not useful and self.blocks.frees_any(*(r.request_id for r in candidates)):
             useful = candidates
-        return min(useful, key=_dearness, default=None)
+        return min(useful, key=dearness, default=None)
 
     def _displace(self, step: _Step, budget: int) -> None:
         """Rule 7: make room for the first in the queue, if those that it outranks hold enough.
@@ -203,7 +202,7 @@ class Scheduler(Roster):
         gain = sum(self.blocks.num_held(r.request_id) for r in juniors)  # at most: some may be shared with others
         if len(others) >= self.max_num_seqs or needed > self.blocks.num_free + gain:
             return  # it could not start even without all of them
-        for victim in sorted(juniors, key=_dearness):
+        for victim in sorted(juniors, key=dearness):
             if self._fits(head):
                 return
             self._preempt(victim)
@@ -336,8 +335,3 @@ class Scheduler(Roster):
         """`_demand` of one that waits: blocks which somebody holds now cost it nothing, idle ones are taken."""
         skips = not request.wants_prompt_rows
         return self._demand(request, growth, self.blocks.num_shared(request.request_id, request.token_ids) * skips)
-
-
-def _dearness(request: Request) -> tuple[int, bool, int]:
-    """Who is evicted first has the smallest."""
-    return request.priority, request.num_preemptions >= MAX_EVICTIONS, request.num_computed_tokens

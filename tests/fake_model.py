@@ -49,6 +49,13 @@ class FakeModel:
         self.kv = [[POISON] * blocks.block_size for _ in range(blocks.num_blocks)]
         self.host: dict[int, list[int]] = {}
 
+    def take_from_old_pool(self, moves: list[tuple[int, int]]) -> None:
+        """After the scheduler has gone over to another pool: nothing but these blocks is in it."""
+        old = self.kv
+        self.reset()
+        for block, to in moves:
+            self.kv[to] = old[block]
+
     def step(self) -> ScheduledBatch:
         batch = self.scheduler.schedule()
         sampled = self.forward(batch)

@@ -174,6 +174,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.finish(misfit, "error", self.scheduler.why_never_fits(misfit))
         self.model.reset()
 
+    @rule(num_blocks=st.integers(4, 16), cached=st.booleans())
+    def move_into_another_pool(self, num_blocks: int, cached: bool) -> None:
+        pool = BlockManager(num_blocks, 3, PrefixCache(3) if cached else None)
+        moves, misfits = self.scheduler.move_blocks(pool)
+        for misfit in misfits:
+            self.scheduler.finish(misfit, "error", self.scheduler.why_never_fits(misfit))
+        self.model.take_from_old_pool(moves)
+
     @invariant()
     def host_memory_is_of_those_who_were_preempted(self) -> None:
         host = self.scheduler.preemption

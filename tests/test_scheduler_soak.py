@@ -28,7 +28,7 @@ from tests.test_scheduler_machine import SchedulerMachine
 SEEDS, ACTIONS = 24, 220
 WEIGHTS = {
     "add": 30, "step": 40, "fork": 14, "abort": 4, "abort_while": 2, "configure": 3, "held": 4, "swap": 1, "cache": 1,
-    "drop": 1, "pool": 1,
+    "drop": 1, "pool": 1, "move": 2,
 }  # fmt: skip
 
 
@@ -83,6 +83,11 @@ class Soak:
             m.drop_the_prefixes()
         elif action == "pool":
             m.replace_pool(r.randint(7, 15), r.random() < 0.5)
+        elif action == "move":
+            before = m.scheduler.num_preemptions
+            m.move_into_another_pool(r.randint(7, 15), r.random() < 0.7)
+            self.seen["moved"] += sum(bool(m.scheduler.blocks.table(q.request_id)) for q in m.scheduler.running)
+            self.seen["evicted by a smaller pool"] += m.scheduler.num_preemptions - before
         m.host_memory_is_of_those_who_were_preempted()
         m.nothing_is_lost()
         m.texts_are_undisturbed()
@@ -118,6 +123,6 @@ def test_everything_meets_everything_and_nothing_is_wrong_or_lost(monkeypatch: p
         Soak(seed, seen).run()
     least = {
         "evicted": 300, "out": 300, "back": 200, "out_and_back": 1, "part kept": 20, "copies": 60, "recomputed": 300,
-        "cached": 300, "finished": 300,
+        "cached": 300, "finished": 300, "moved": 50, "evicted by a smaller pool": 10,
     }  # fmt: skip
     assert all(seen[name] >= n for name, n in least.items()), seen

@@ -8,6 +8,8 @@
     long       gaps between tokens of running streams while a long prompt comes, with and without `pd_split`
     turn       time to first token of a conversation's second turn beside that of its first
     blocks     what it costs the host to give out and take back a block
+    tables     decode steps over blocks that lie anywhere in the pool beside those over blocks that follow each other:
+               what compaction could win (no bar: it is not done, docs/decisions/0013)
 
 Times of requests are the engine's, from their arrival. Each part has its bar, and the record says whether it is kept.
 """
@@ -21,9 +23,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from strata_lab.bench.harness import Environment, Record, Spread, write_results
+from strata_lab.bench.harness import Environment, Record, write_results
 from strata_lab.bench.inbox import Inbox
 from strata_lab.bench.interference import disturb
 from strata_lab.block_manager import BlockManager
@@ -123,7 +126,9 @@ def latencies_ms(sessions: Sequence[Session]) -> list[float]:
     return [out.e2e_ms for s in sessions if (out := s.output()).e2e_ms is not None]
 
 
-def first_token_ms(engine: Any, tokens: int, priority: int = 0, while_waiting: Callable[[], Any] | None = None) -> float:
+def first_token_ms(
+    engine: Any, tokens: int, priority: int = 0, while_waiting: Callable[[], Any] | None = None
+) -> float:
     """Time to first token of one request."""
     probe = Traffic(engine, tokens, 1, priority, _random=random.Random(time.perf_counter_ns()))
     probe.send()
@@ -257,13 +262,41 @@ def blocks(rounds: int = 5, requests: int = 200, length: int = 64) -> dict[str, 
         for name in names:
             manager.free(name)
         times.append((time.perf_counter() - started) * 1e6 / (requests * length))
-    return {"us_per_block": min(times), "us_per_block_median": statistics.median(times), "num_blocks": requests * length}
+    return {
+        "us_per_block": min(times),
+        "us_per_block_median": statistics.median(times),
+        "num_blocks": requests * length,
+    }
+
+
+def tables(engine: Any, sizes: Sizes) -> dict[str, Any]:
+    """Decode steps with block tables in order and in none, by turns; milliseconds."""
+    numbers, times = random.Random(4), {"contiguous": [], "scattered": []}  # type: dict[str, list[float]]
+    params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+    for turn in range(2 * sizes.rounds + 2):
+        kind = "scattered" if turn % 2 else "contiguous"
+        engine.reset_prefix_cache()
+        engine._loop.between_steps(partial(_arrange, engine._loop.scheduler.blocks, kind == "scattered", numbers))
+        cursor, count = engine.events.cursor, sizes.long_tokens
+        engine.generate([[(11 + 97 * s + 31 * i) % 3000 for i in range(count)] for s in range(LONG_STREAMS)], params)
+        steps = [e for e in engine.events.since(cursor)[0] if isinstance(e, StepEvent) and not e.num_prefill_tokens]
+        if turn > 1:
+            times[kind] += [e.forward_ms for e in steps if e.num_decode_tokens == LONG_STREAMS]
+    ordered, anywhere = (statistics.median(times[kind]) for kind in ("contiguous", "scattered"))
+    return {"scattered_ratio": anywhere / ordered, "contiguous_ms": ordered, "scattered_ms": anywhere}
+
+
+def _arrange(manager: BlockManager, scattered: bool, numbers: random.Random) -> None:
+    manager._free.sort(reverse=True)
+    if scattered:
+        numbers.shuffle(manager._free)
 
 
 # -- all of it --------------------------------------------------------------------------------------------------------
 
 PARTS: dict[str, Callable[[Any, Sizes], dict[str, Any]]] = {
     "storm": storm, "urgent": urgent, "long": long, "turn": turn, "blocks": lambda engine, sizes: blocks(),
+    "tables": tables,
 }  # fmt: skip
 
 
@@ -289,12 +322,17 @@ def measure(model: str, parts: Sequence[str], sizes: Sizes, **options: Any) -> l
             good = all(kept for _, _, kept in verdicts(part, metrics))
             records.append(
                 environment.record(
-                    f"scheduling/{part}", script=f"{SCRIPT} --parts {part}",
+                    f"scheduling/{part}",
+                    script=f"{SCRIPT} --parts {part}",
                     conditions={
-                        "model": model, "batch": SEATS, "context": settings["max_model_len"],
-                        "toggles": engine.optimizations.as_dict(), **vars(sizes),
+                        "model": model,
+                        "batch": SEATS,
+                        "context": settings["max_model_len"],
+                        "toggles": engine.optimizations.as_dict(),
+                        **vars(sizes),
                     },
-                    metrics={"good": good, **metrics, **bars}, note=" ".join((PARTS[part].__doc__ or "").split()),
+                    metrics={"good": good, **metrics, **bars},
+                    note=" ".join((PARTS[part].__doc__ or "").split()),
                 )  # fmt: skip
             )
     return records

@@ -272,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--results", help="folder of the results file (default: docs/results)")
     options = parser.parse_args(arguments)
-    found, environment = stress(options.seconds, options.seed, device=options.device)
+    found, environment = stress(options.seconds, options.seed, live=LIVE, device=options.device)
     made = record(found, environment, options.seconds, options.seed)
     sys.stdout.writelines(_lines(made, found))
     write_results(f"stress_{'cpu' if options.device == 'cpu' else 'gpu'}", [made], options.results)
