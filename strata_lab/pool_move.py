@@ -1,4 +1,4 @@
-"""The books of one KV pool go over into those of another, of another size: whose blocks are where, and what must be copied.
+"""The books of one KV pool go over into those of another size: whose blocks are where now, and what must be copied.
 
 A pool changes its size while requests run (`gpu_memory_utilization`). Computing them again costs seconds where copying
 their blocks costs milliseconds, so what the new pool can hold is copied, packed from its first block on. Torch-free:

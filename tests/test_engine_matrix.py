@@ -48,7 +48,7 @@ def _wish(index: int) -> Wish:
     own = [3 + (index * 37 + i * 11) % 90 for i in range(4 + 5 * index % 17)]
     again = [20 + index, 50, 61 + index % 3, 33] * 3  # for drafters, who need something that repeats itself
     params = SamplingParams(temperature=0, max_tokens=18 + 7 * index % 23, ignore_eos=True)
-    return Wish(tuple([*begin, *own, *again]), params, (0, 0, 1, 0, 2)[index % 5], 3 * index if index > 5 else 0)
+    return Wish((*begin, *own, *again), params, (0, 0, 1, 0, 2)[index % 5], 3 * index if index > 5 else 0)
 
 
 WISHES = [_wish(i) for i in range(12)]

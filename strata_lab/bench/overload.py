@@ -333,7 +333,7 @@ def measure(model: str, parts: Sequence[str], sizes: Sizes, **options: Any) -> l
                     },
                     metrics={"good": good, **metrics, **bars},
                     note=" ".join((PARTS[part].__doc__ or "").split()),
-                )  # fmt: skip
+                )
             )
     return records
 
