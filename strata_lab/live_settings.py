@@ -50,8 +50,8 @@ class ChangesSettings:
         New weights, pools and captures are built in the calling thread while the engine goes on; the swap happens
         between two steps. Where memory does not hold old and new weights, requests wait while one replaces the other
         (`weight_exchange.py`). Unknown names, bad values and impossible combinations are refused with a reason, change
-        nothing, and leave the engine serving. Requests in flight continue; with a new KV pool their tokens are
-        computed again.
+        nothing, and leave the engine serving. Requests in flight continue; a KV pool of another size
+        takes their blocks, one of another format has their tokens computed again.
         """
         with self._apply_lock:
             before = self.optimizations
