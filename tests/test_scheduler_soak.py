@@ -41,7 +41,7 @@ class Soak:
         r = self.random
         self.machine.start(
             num_blocks=r.randint(8, 14), budget=r.choice([4, 9, 20]), seats=r.randint(3, 6), growth=r.choice([0, 0, 1]),
-            cached=r.random() < 0.5, swap=r.choice([2, 7, 40, 40]),
+            cached=r.random() < 0.5, swap=r.choice([2, 7, 40, 40]), kept=r.choice([(), (), (2, 5), (0, 9)]),
         )  # fmt: skip
         self.machine.scheduler.configure(order=r.choice([FirstComeFirstServed, HighestPriorityFirst])())
 
@@ -96,6 +96,7 @@ class Soak:
         for _ in range(ACTIONS):
             self.act()
         scheduler = self.machine.scheduler
+        self.seen["windows"] += bool(scheduler.blocks.retention.setting)
         self.seen["evicted"] += scheduler.num_preemptions
         self.seen["recomputed"] += scheduler.num_recomputed_tokens
         self.seen["cached"] += scheduler.blocks.num_hit_tokens
@@ -123,6 +124,6 @@ def test_everything_meets_everything_and_nothing_is_wrong_or_lost(monkeypatch: p
         Soak(seed, seen).run()
     least = {
         "evicted": 300, "out": 300, "back": 200, "out_and_back": 1, "part kept": 20, "copies": 60, "recomputed": 300,
-        "cached": 300, "finished": 300, "moved": 50, "evicted by a smaller pool": 10,
+        "cached": 300, "finished": 300, "moved": 50, "evicted by a smaller pool": 10, "windows": 6,
     }  # fmt: skip
     assert all(seen[name] >= n for name, n in least.items()), seen

@@ -131,7 +131,8 @@ def first_token_ms(
 ) -> float:
     """Time to first token of one request."""
     probe = Traffic(engine, tokens, 1, priority, _random=random.Random(time.perf_counter_ns()))
-    probe.send()
+    while not probe.send():
+        time.sleep(0.001)
     while probe.live:
         probe.take(0.0 if while_waiting else 1.0)
         if while_waiting:
@@ -149,11 +150,17 @@ def storm(engine: Any, sizes: Sizes) -> dict[str, Any]:
     engine.reset_prefix_cache()
     idle_ms = statistics.median(first_token_ms(engine, 16) for _ in range(5))
     calm = Traffic(engine, PROMPT_TOKENS, OUTPUT_TOKENS)
+    calm.keep(1, 0.05)
+    calm.until_idle()
+    alone_s, started = latencies_ms(calm.done)[0] / 1e3, time.perf_counter()
+    while (spent := time.perf_counter() - started) < alone_s:  # one after the other, so that they do not march in step
+        calm.keep(1 + int((SEATS - 1) * spent / alone_s), 0.01)
+    calm.done.clear()
     started = time.perf_counter()
     while time.perf_counter() - started < sizes.seconds:
         calm.keep(SEATS, 0.05)
     rate = len(calm.done) / (time.perf_counter() - started)
-    calm.until_idle()
+    calm.drop()
     engine.apply(max_waiting=QUEUE)
     cursor = engine.events.cursor
     rough = Traffic(engine, PROMPT_TOKENS, OUTPUT_TOKENS)
@@ -172,8 +179,8 @@ def storm(engine: Any, sizes: Sizes) -> dict[str, Any]:
     steps = [e for e in engine.events.since(cursor)[0] if isinstance(e, StepEvent)]
     at_capacity, in_storm = (statistics.median(latencies_ms(t.done)) for t in (calm, rough))
     return {
-        "latency_ratio": in_storm / at_capacity, "recovery_s": recovery_s, "capacity_median_ms": at_capacity,
-        "storm_median_ms": in_storm, "capacity_requests_s": rate, "accepted": len(rough.done),
+        "latency_ratio": in_storm / at_capacity, "recovery_s": recovery_s, "alone_ms": alone_s * 1e3,
+        "capacity_median_ms": at_capacity, "storm_median_ms": in_storm, "capacity_requests_s": rate, "accepted": len(rough.done),
         "refused": rough.refused, "most_waiting": max(e.num_waiting for e in steps), "max_waiting": QUEUE,
     }  # fmt: skip
 
