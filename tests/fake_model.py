@@ -30,7 +30,7 @@ def next_token(tokens: Iterable[int]) -> int:
 
 
 def seen(length: int, kept: tuple[int, ...]) -> list[int]:
-    """Positions that the last of `length` tokens sees; `kept` is a `Retention.setting`: nothing, or sinks and window."""
+    """Positions that the last of `length` tokens sees; `kept`: nothing, or sinks and window (`Retention.setting`)."""
     return [p for p in range(length) if not kept or p < kept[0] or p >= length - kept[1]]
 
 
