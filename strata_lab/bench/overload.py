@@ -332,7 +332,7 @@ def measure(model: str, parts: Sequence[str], sizes: Sizes, **options: Any) -> l
             records.append(
                 environment.record(
                     f"scheduling/{part}",
-                    script=f"{SCRIPT} --parts {part}",
+                    script=SCRIPT,
                     conditions={
                         "model": model,
                         "batch": SEATS,
