@@ -164,7 +164,20 @@ class Resolver:
                 f"gpu_memory_utilization={resolved.gpu_memory_utilization} leaves {budget / 2**20:.0f} MiB for the KV "
                 f"cache, less than one block of {per_block / 2**20:.2f} MiB; try a larger share or a smaller model"
             )
+        if current is not None and self.device.type == "cuda":
+            self._check_beside(int(blocks) * per_block, resolved, current)
         return int(blocks)
+
+    def _check_beside(self, pool_bytes: int, resolved: Optimizations, current: PoolInForce) -> None:
+        """Refuse a pool that finds no room beside the one in force, which stands until its content is copied."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        if pool_bytes > free:
+            share = resolved.gpu_memory_utilization
+            raise ConfigError(
+                f"gpu_memory_utilization={share} makes a KV pool of {pool_bytes / GIB:.2f} GiB, which must stand beside "
+                f"the one in force ({current.kv.nbytes / GIB:.2f} GiB) until that is copied, and {free / GIB:.2f} GiB are "
+                f"free; try {max(0.05, share - (pool_bytes - free) / total):.2f}, or make a new engine"
+            )
 
     def num_host_blocks(self, kv: KVCache) -> int:
         """Blocks of main memory for preempted requests: `swap_space`, or a modest share; `ConfigError` for too much."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from strata_lab.block_manager import BlockManager
 from strata_lab.engine import LLMEngine
@@ -12,6 +14,7 @@ from strata_lab.pool_move import take_over
 from strata_lab.prefix_cache import PrefixCache
 from strata_lab.resolve import Resolver
 from strata_lab.sampling_params import SamplingParams
+from strata_lab.settings import ConfigError
 from tests.checkpoints import write_checkpoint
 from tests.fake_model import make, request, undisturbed
 
@@ -100,3 +103,15 @@ def test_another_number_format_is_another_content_and_computed_again(engine: Any
         engine.step()
     assert engine.apply(kv_cache_dtype="bf16").ok
     assert engine.stats().num_recomputed_tokens > 0
+
+
+def test_on_a_card_a_pool_that_finds_no_room_beside_the_one_in_force_is_refused_with_a_share_that_does(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolver, total, free = engine._builder, 100 << 30, 30 << 30
+    monkeypatch.setattr(resolver, "device", SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+    in_force = SimpleNamespace(kv=SimpleNamespace(nbytes=50 << 30))
+    resolver._check_beside(free, resolver.config.optimizations, in_force)
+    with pytest.raises(ConfigError, match=r"=0.9 makes a KV pool of 50.00 GiB, .* \(50.00 GiB\) .* 30.00 .*; try 0.70"):
+        resolver._check_beside(50 << 30, resolver.config.optimizations, in_force)

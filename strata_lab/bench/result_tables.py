@@ -1,4 +1,4 @@
-"""Tables of results for documents other than the README: records in, Markdown out. `readme_table.py` puts them there."""
+"""Tables of results for documents beside the README: records in, Markdown out. `readme_table.py` puts them there."""
 
 from __future__ import annotations
 
