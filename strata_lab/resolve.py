@@ -174,7 +174,7 @@ class Resolver:
         if pool_bytes > free:
             share = resolved.gpu_memory_utilization
             raise ConfigError(
-                f"gpu_memory_utilization={share} makes a KV pool of {pool_bytes / GIB:.2f} GiB, which must stand beside "
+                f"gpu_memory_utilization={share} makes a KV pool of {pool_bytes / GIB:.2f} GiB that must stand beside "
                 f"that in force ({current.kv.nbytes / GIB:.2f} GiB) until it is copied, and {free / GIB:.2f} GiB are "
                 f"free; try {max(0.05, share - (pool_bytes - free) / total):.2f}, or make a new engine"
             )
