@@ -31,6 +31,10 @@ def test_every_part_is_measured_judged_and_written(tmp_path: Path, capsys: pytes
     assert metrics["turn"]["cached_tokens"] >= overload.TURN_TOKENS
     assert metrics["tables"]["scattered_ratio"] > 0
     assert "scheduling/storm" in capsys.readouterr().out
+    overload.main(["--model", str(model), "--parts", "blocks", "--results", str(tmp_path)])
+    again = json.loads((tmp_path / "scheduling_cpu.json").read_text())
+    others = [r for r in records if r["name"] != "scheduling/blocks"]
+    assert [r for r in again if r["name"] != "scheduling/blocks"] == others
 
 
 def test_a_missed_bar_is_no_good() -> None:

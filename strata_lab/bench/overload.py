@@ -17,6 +17,7 @@ Times of requests are the engine's, from their arrival. Each part has its bar, a
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import sys
@@ -24,9 +25,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from strata_lab.bench.harness import Environment, Record, write_results
+from strata_lab.bench.harness import REPOSITORY, Environment, Record, write_results
 from strata_lab.bench.inbox import Inbox
 from strata_lab.bench.interference import disturb
 from strata_lab.block_manager import BlockManager
@@ -282,14 +284,14 @@ def tables(engine: Any, sizes: Sizes) -> dict[str, Any]:
     """Decode steps with block tables in order and in none, by turns; milliseconds."""
     numbers, times = random.Random(4), {"contiguous": [], "scattered": []}  # type: dict[str, list[float]]
     params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
-    for turn in range(2 * sizes.rounds + 2):
+    for turn in range(2 * sizes.rounds + 1):
         kind = "scattered" if turn % 2 else "contiguous"
         engine.reset_prefix_cache()
         engine._loop.between_steps(partial(_arrange, engine._loop.scheduler.blocks, kind == "scattered", numbers))
-        cursor, count = engine.events.cursor, sizes.long_tokens
+        cursor, count = engine.events.cursor, sizes.long_tokens // 2
         engine.generate([[(11 + 97 * s + 31 * i) % 3000 for i in range(count)] for s in range(LONG_STREAMS)], params)
         steps = [e for e in engine.events.since(cursor)[0] if isinstance(e, StepEvent) and not e.num_prefill_tokens]
-        if turn > 1:
+        if turn > 0:
             times[kind] += [e.forward_ms for e in steps if e.num_decode_tokens == LONG_STREAMS]
     ordered, anywhere = (statistics.median(times[kind]) for kind in ("contiguous", "scattered"))
     return {"scattered_ratio": anywhere / ordered, "contiguous_ms": ordered, "scattered_ms": anywhere}
@@ -347,6 +349,14 @@ def measure(model: str, parts: Sequence[str], sizes: Sizes, **options: Any) -> l
     return records
 
 
+def _others(records: Sequence[Record], device: str, folder: str | None) -> list[Record]:
+    """Records of parts that were measured before and not now, so that parts can be measured one by one."""
+    path = (Path(folder) if folder else REPOSITORY / "docs" / "results") / f"scheduling_{device}.json"
+    now = {record.name for record in records}
+    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    return [Record(**old) for old in before if old["name"] not in now]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 1 if a bar is missed."""
     parser = argparse.ArgumentParser(prog=SCRIPT, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -364,7 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for record in records:
         sys.stdout.write("".join(f"{record.name:20} {name:22} {v:.4g}\n" for name, v in record.metrics.items()))
     device = "gpu" if "gpu" in records[0].hardware else "cpu"
-    write_results(f"scheduling_{device}", records, options.results)
+    write_results(f"scheduling_{device}", [*_others(records, device, options.results), *records], options.results)
     return 0 if all(record.metrics["good"] for record in records) else 1
 
 
