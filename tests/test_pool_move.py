@@ -71,7 +71,7 @@ def engine(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     folder = write_checkpoint(tmp_path / "m", "llama")[0]
     with LLMEngine(folder, device="cpu", num_kv_blocks=1, block_size=8) as probe:
         block = probe.stats().kv_bytes
-    monkeypatch.setattr(Resolver, "_memory_budget", lambda *a: int(a[1].gpu_memory_utilization * 40 * block))
+    monkeypatch.setattr(Resolver, "_memory_budget", lambda *a: int(a[1].gpu_memory_utilization * 40 * block) + 1)
     with LLMEngine(folder, device="cpu", block_size=8, max_model_len=96, max_num_seqs=6) as made:
         yield made
 
@@ -82,11 +82,11 @@ def test_the_pool_shrinks_and_grows_under_running_requests_that_compute_nothing_
     expected = [engine.generate([p], params)[0].token_ids for p in prompts]
     engine.reset_prefix_cache()
     names = [engine.add_request(p, params) for p in prompts]
-    for share in (0.45, 1.0, 0.5, 0.9):
+    for share in (0.45, 1.0, 0.6, 0.9):
         for _ in range(8):
             engine.step()
         assert engine.apply(gpu_memory_utilization=share).results["gpu_memory_utilization"].status == "rebuilt"
-        assert engine.stats().kv_blocks_total == int(40 * share)
+        assert engine.stats().kv_blocks_total == round(40 * share)
         assert engine.stats().num_running == 3
     while engine.step():
         pass
