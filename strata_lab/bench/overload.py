@@ -289,7 +289,9 @@ def tables(engine: Any, sizes: Sizes) -> dict[str, Any]:
         engine.reset_prefix_cache()
         engine._loop.between_steps(partial(_arrange, engine._loop.scheduler.blocks, kind == "scattered", numbers))
         cursor, count = engine.events.cursor, sizes.long_tokens // 2
-        engine.generate([[(11 + 97 * s + 31 * i) % 3000 for i in range(count)] for s in range(LONG_STREAMS)], params)
+        vocabulary = engine.model_config.vocab_size
+        texts = [[(11 + 97 * s + 31 * i) % vocabulary for i in range(count)] for s in range(LONG_STREAMS)]
+        engine.generate(texts, params)
         steps = [e for e in engine.events.since(cursor)[0] if isinstance(e, StepEvent) and not e.num_prefill_tokens]
         if turn > 0:
             times[kind] += [e.forward_ms for e in steps if e.num_decode_tokens == LONG_STREAMS]
