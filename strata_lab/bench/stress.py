@@ -20,7 +20,7 @@ from typing import Any
 
 from strata_lab.bench.counting_model import VOCABULARY, CountingModel
 from strata_lab.bench.harness import Environment, Record, write_results
-from strata_lab.bench.inbox import Inbox
+from strata_lab.bench.traffic import Inbox
 from strata_lab.config import toggles
 from strata_lab.events import StepEvent, TokenEvent
 from strata_lab.sampling_params import SamplingParams
