@@ -1,7 +1,7 @@
 """Many requests of one program over an engine (`LLMEngine.follow`): one reader for their events, and who sends them.
 
-`load.py` measures whatever answers as a client would, with a thread per request; here nothing but the engine takes part,
-and times are its own.
+`load.py` measures whatever answers as a client would, with a thread per request; here nothing but the engine takes
+part, and times are its own.
 """
 
 from __future__ import annotations
