@@ -9,7 +9,7 @@ where somebody else could read it: into a block with several holders, or one tha
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from strata_lab.admission import ContinuousAdmission
@@ -29,16 +29,19 @@ def next_token(tokens: Iterable[int]) -> int:
     return zlib.crc32(repr(list(tokens)).encode()) % 1000
 
 
-def seen(length: int, kept: tuple[int, ...]) -> list[int]:
+def seen(length: int, kept: tuple[int, ...]) -> Sequence[int]:
     """Positions that the last of `length` tokens sees; `kept`: nothing, or sinks and window (`Retention.setting`)."""
-    return [p for p in range(length) if not kept or p < kept[0] or p >= length - kept[1]]
+    if not kept:
+        return range(length)
+    sinks, window = kept
+    return [*range(min(sinks, length)), *range(max(sinks, length - window), length)]
 
 
 def undisturbed(request: Request, max_model_len: int, kept: tuple[int, ...] = ()) -> list[int]:
     """What a request alone on an endless machine generates."""
     tokens = list(request.prompt_token_ids)
     while len(tokens) - request.num_prompt_tokens < request.params.max_tokens and len(tokens) < max_model_len:
-        tokens.append(next_token(tokens[p] for p in seen(len(tokens), kept)))
+        tokens.append(next_token([tokens[p] for p in seen(len(tokens), kept)] if kept else tokens))
     return tokens[request.num_prompt_tokens :]
 
 

@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+import strata_lab.roster as roster_module
+import strata_lab.scheduler as scheduler_module
 from strata_lab.admission import (
     QUEUE_ORDERS,
     FirstComeFirstServed,
@@ -17,7 +19,9 @@ from strata_lab.admission import (
     StaticAdmission,
 )
 from strata_lab.config import toggles
+from strata_lab.preemption import SwapToHost
 from strata_lab.request import Request, RequestState
+from strata_lab.sampling_params import SamplingParams
 from strata_lab.scheduler import MAX_EVICTIONS, QueueFull, Scheduler
 from strata_lab.settings import ConfigError
 from tests.fake_model import FakeModel, exhausted, make, names, request, slices, undisturbed
@@ -171,10 +175,9 @@ def test_priority_comes_before_the_number_of_evictions() -> None:
 
 
 def test_the_cap_lowers_the_most_evictions_of_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    import strata_lab.scheduler as scheduler_module
 
     def most_evictions(cap: int) -> int:
-        monkeypatch.setattr(scheduler_module, "MAX_EVICTIONS", cap)
+        monkeypatch.setattr(roster_module, "MAX_EVICTIONS", cap)
         monkeypatch.setattr(scheduler_module, "GROWTH_BLOCKS", 0)  # evicts the most
         worst = 0
         for seed in range(4):
@@ -365,6 +368,29 @@ def test_an_urgent_request_that_cannot_start_yet_does_not_hold_the_prompts_of_ot
     scheduler.blocks.free("someone")
     model.drain()
     assert scheduler.blocks.num_used == 0
+
+
+def test_one_step_may_take_blocks_to_host_memory_and_bring_those_of_another_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler_module, "GROWTH_BLOCKS", 0)
+    scheduler, model = make(10, 4, order=HighestPriorityFirst(), preemption=SwapToHost(40))
+    first, second = request("first", 16, 20, priority=1), request("second", 14, 20, priority=1)
+    scheduler.add(first)
+    scheduler.add(second)
+    while second.state is not RequestState.PREEMPTED:
+        model.step()
+    low = Request("low", first.token_ids[:8], SamplingParams(max_tokens=12), priority=0, arrival_s=0.0)
+    assert scheduler.fork(first, low) > 0
+    model.step()
+    scheduler.configure(max_num_seqs=1)
+    scheduler.abort("first")
+    batch = model.step()
+    assert (names(batch.preempted), names(batch.items)) == (["low"], ["second"])
+    assert batch.swap_out
+    assert batch.swap_in
+    model.drain()
+    assert [r.output_token_ids for r in (low, second)] == [undisturbed(r, 256) for r in (low, second)]
 
 
 # -- overload ---------------------------------------------------------------------------------------------------------
