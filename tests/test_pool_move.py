@@ -122,5 +122,5 @@ def test_on_a_card_a_pool_that_finds_no_room_beside_the_one_in_force_is_refused_
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
     in_force = SimpleNamespace(kv=SimpleNamespace(nbytes=50 << 30))
     resolver._check_beside(free, resolver.config.optimizations, in_force)
-    with pytest.raises(ConfigError, match=r"=0.9 makes a KV pool of 50.00 GiB, .* \(50.00 GiB\) .* 30.00 .*; try 0.70"):
+    with pytest.raises(ConfigError, match=r"=0.9 makes a KV pool of 50.00 GiB .* \(50.00 GiB\) .* 30.00 .*; try 0.70"):
         resolver._check_beside(50 << 30, resolver.config.optimizations, in_force)
