@@ -200,7 +200,8 @@ def blocks(rounds: int = 5, requests: int = 200, length: int = 64) -> dict[str, 
 
 def tables(engine: Any, sizes: Sizes) -> dict[str, Any]:
     """Decode steps with block tables in order and in none, by turns; milliseconds."""
-    numbers, times = random.Random(4), {"contiguous": [], "scattered": []}  # type: dict[str, list[float]]
+    numbers = random.Random(4)
+    times: dict[str, list[float]] = {"contiguous": [], "scattered": []}
     params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
     for turn in range(2 * sizes.rounds + 1):
         kind = "scattered" if turn % 2 else "contiguous"
