@@ -39,13 +39,14 @@ def test_an_answer_depends_on_every_part_of_the_text() -> None:
 def test_a_full_pool_gives_every_answer_and_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stress, "LIVE", 100)
     monkeypatch.setattr(stress, "CHANGE_EVERY_S", 0.1)
-    monkeypatch.setattr(stress, "BLOCKS", 200)
+    monkeypatch.setattr(stress, "BLOCKS", 300)
+    monkeypatch.setattr(stress, "LEAST_USE", 0.8)  # the fewer blocks, the more of them one large request leaves idle
     assert stress.main(["--seconds", "3", "--results", str(tmp_path)]) == 0
     (record,) = json.loads((tmp_path / "stress_cpu.json").read_text())
     m = record["metrics"]
     assert (m["good"], m["num_wrong"], m["num_lost"], m["leaked_blocks"]) == (True, 0, 0, 0)
     assert m["num_requests"] == m["num_length"] + m.get("num_abort", 0) + m.get("num_timeout", 0) > 100
-    assert m["block_use_p50"] >= 0.9
+    assert m["block_use_p50"] >= 0.8
     assert m["num_preemptions"] > 0
     assert m["changes_applied"] > 5
     assert "changes_refused" not in m
@@ -53,7 +54,12 @@ def test_a_full_pool_gives_every_answer_and_keeps_nothing(tmp_path: Path, monkey
 
 def test_what_goes_wrong_is_noticed(tmp_path: Path) -> None:
     model = CountingModel(4, stress.CONTEXT)
-    options: dict[str, Any] = {"block_size": 8, "num_kv_blocks": 200, "max_num_seqs": 8, "max_model_len": 512}
+    options: dict[str, Any] = {
+        "block_size": 8,
+        "num_kv_blocks": 200,
+        "max_num_seqs": 8,
+        "max_model_len": stress.CONTEXT,
+    }
     with LLMEngine(model.write(tmp_path / "m"), device="cpu", dtype="float32", **options) as engine:
         run = stress.Stress(engine, model, 1, live=20)
         values = engine._loop.parts.kv._v

@@ -26,15 +26,15 @@ from strata_lab.events import StepEvent, TokenEvent
 from strata_lab.sampling_params import SamplingParams
 
 SCRIPT = "python -m strata_lab.bench.stress"
-CONTEXT, SEATS, BLOCK_SIZE, BLOCKS = 512, 24, 8, 400
+CONTEXT, SEATS, BLOCK_SIZE, BLOCKS = 768, 48, 8, 800
 LIVE = 500  # requests under way: those that run, and a long queue
 LEAST_USE = 0.9  # of the blocks, in the median step
 ABORTED, WITH_DEADLINE, HAVE_A_BEGINNING = 0.08, 0.04, 0.5  # shares of the requests
-CHANGE_EVERY_S, LOOK_EVERY_S, PATIENCE_S = 0.25, 0.1, 120.0
+CHANGE_EVERY_S, LOOK_EVERY_S, PATIENCE_S = 0.25, 0.1, 300.0
 MARGINS = {"cpu": 1e-4, "cuda": 0.05}  # how far apart the best two tokens must be: float32, bfloat16
 # Numbers that keep the pool full; every other lossless toggle takes each of its values.
 NUMBERS: dict[str, Sequence[Any]] = {
-    "max_num_seqs": (16, 24, 32), "max_num_batched_tokens": (32, 128, 512), "max_passes": (0, 4),
+    "max_num_seqs": (40, 48, 64), "max_num_batched_tokens": (128, 256, 512), "max_passes": (0, 4),
     "num_draft_tokens": (2, 5),
 }  # fmt: skip
 LEFT_ALONE = {
@@ -155,8 +155,8 @@ class Stress:
     def _send(self) -> None:
         r = self.random
         begin = r.choice(self._beginnings) if r.random() < HAVE_A_BEGINNING else []
-        prompt = [*begin, *self._tokens(r.choice((3, 60, 200, 250)) + r.randrange(40))]
-        right = self.model.answer(prompt, r.choice((5, 40, 120)) + r.randrange(20), self._margin)
+        prompt = [*begin, *self._tokens(r.choice((3, 60, 200, 400)) + r.randrange(40))]
+        right = self.model.answer(prompt, r.choice((10, 120, 250)) + r.randrange(20), self._margin)
         if not right:
             return
         deadline = r.uniform(0.5, 20.0) if r.random() < WITH_DEADLINE else None
