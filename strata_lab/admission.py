@@ -82,13 +82,14 @@ class StaticAdmission:
 class PrefillPolicy(Protocol):
     """How prompts and decodes share the steps."""
 
-    def turn(self, has_decodes: bool, has_prompts: bool, budget: int) -> tuple[bool, int]:
+    def turn(self, has_decodes: bool, has_prompts: bool, budget: int, pressing: bool = False) -> tuple[bool, int]:
         """Whether the next step serves decodes, and how many prompt tokens it may compute.
 
         Args:
             has_decodes: requests that want one token each.
             has_prompts: running prompts, or requests that wait.
             budget: most tokens of the step.
+            pressing: one of those outranks all that decode.
         """
         ...
 
@@ -96,7 +97,7 @@ class PrefillPolicy(Protocol):
 class MixedPrefill:
     """Prompt slices fill what the decodes of a step leave of its budget."""
 
-    def turn(self, has_decodes: bool, has_prompts: bool, budget: int) -> tuple[bool, int]:
+    def turn(self, has_decodes: bool, has_prompts: bool, budget: int, pressing: bool = False) -> tuple[bool, int]:
         """Always both."""
         return True, budget
 
@@ -105,6 +106,7 @@ class SplitPrefill:
     """A step is decodes alone or one bounded prompt slice alone, by turns.
 
     No running stream then waits longer than one slice takes, and steps of decodes keep the shape that is captured.
+    Only for a prompt that outranks all of them do they wait until it is computed.
 
     Args:
         slice_tokens: most prompt tokens of a turn while streams decode.
@@ -115,9 +117,9 @@ class SplitPrefill:
         self.slice_tokens, self.decode_steps = slice_tokens, decode_steps
         self._since_slice = 0
 
-    def turn(self, has_decodes: bool, has_prompts: bool, budget: int) -> tuple[bool, int]:
+    def turn(self, has_decodes: bool, has_prompts: bool, budget: int, pressing: bool = False) -> tuple[bool, int]:
         """Decodes first, then the slice that is due."""
-        if not has_decodes:
+        if not has_decodes or pressing:
             return False, budget
         if has_prompts and self._since_slice >= self.decode_steps:
             self._since_slice = 0

@@ -304,6 +304,23 @@ class BlockManager:
         self._free += self.prefixes.clear()
         self.prefixes = prefixes
 
+    # -- another pool ---------------------------------------------------------------------------------------------
+
+    @property
+    def tables(self) -> Mapping[str, Sequence[int]]:
+        """Every table by its request, to be read only."""
+        return self._tables
+
+    def restore(self, old: BlockManager, place: Mapping[int, int]) -> None:
+        """Be what `old` was, with its blocks in other places (`pool_move.py`); what has no place is forgotten."""
+        self._tables = {name: [place.get(block, HOLE) for block in table] for name, table in old._tables.items()}
+        self._holes, self._stale = dict(old._holes), set(old._stale)
+        for block, to in place.items():
+            self._holders[to] = old._holders[block]
+        taken = set(place.values())
+        self._free = [block for block in range(self.num_blocks - 1, -1, -1) if block not in taken]
+        self.prefixes.restore(old.prefixes, place)
+
     def check(self) -> None:
         """Assert every invariant: each block is free, idle, or held as often as it says; no table is empty."""
         held = Counter(block for request_id in self._tables for block in self.held(request_id))

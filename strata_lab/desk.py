@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 from strata_lab.events import EventLog
@@ -18,6 +18,7 @@ from strata_lab.session import Inbox, Session
 from strata_lab.stats import StepAccounts
 
 MAX_KEPT_OUTPUTS = 1024  # finished requests whose output nobody has fetched
+PATIENT_SHARE = 0.5  # of the waiting queue, for those who wait for room in it
 
 
 class EngineClosedError(RuntimeError):
@@ -38,6 +39,8 @@ class Desk:
         self.closed = False
         self._lock = threading.RLock()  # scheduler and sessions
         self._wake = threading.Condition(self._lock)
+        self._room = threading.Condition(self._lock)  # told after a step while somebody waits for room in the queue
+        self._num_patient = 0  # how many do
         self._swaps: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._sessions: dict[str, Session] = {}
         self._inboxes: weakref.WeakSet[Inbox] = weakref.WeakSet()
@@ -57,6 +60,25 @@ class Desk:
             self._drop_old_outputs()
             self._wake.notify_all()
 
+    def add_patiently(self, session: Session) -> None:
+        """`add` as soon as there is room in the queue, of which half is left to those who do not wait; with `start`."""
+        with self._lock:
+            while not self.scheduler.has_room(session.request, PATIENT_SHARE):
+                self.check_open()
+                self._num_patient += 1
+                try:
+                    self._room.wait()
+                finally:
+                    self._num_patient -= 1
+            self.add(session)
+
+    def check_servable(self, sessions: Iterable[Session]) -> None:
+        """Raise `RequestError` where one of these could never be served; how many others wait does not matter."""
+        with self._lock:
+            self.check_open()
+            for session in sessions:
+                self.scheduler.check_new(session.request)
+
     def abort(self, request_id: str) -> bool:
         """End a request and its other texts now, in any state. False if it is unknown or has ended."""
         with self._lock:
@@ -72,7 +94,10 @@ class Desk:
         return True
 
     def _flush(self) -> None:
-        """Tell those who read many requests at once that there are events, once for all of them."""
+        """Tell those who read many requests at once that there are events, once for all of them; and who waits."""
+        if self._num_patient:
+            with self._room:
+                self._room.notify_all()
         for inbox in self._inboxes:
             inbox.flush()
 

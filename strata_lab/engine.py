@@ -15,31 +15,30 @@ from typing import Any
 
 import torch
 
-from strata_lab.apply import ApplyReport, Fallback, FieldResult, Status
-from strata_lab.build import Builder, changed_fields
-from strata_lab.config import DEFAULT_MODEL, EngineConfig, Optimizations, engine_config, toggles, why_bad
+from strata_lab.apply import Fallback
+from strata_lab.build import Builder
+from strata_lab.config import DEFAULT_MODEL, EngineConfig, Optimizations, engine_config
 from strata_lab.desk import EngineClosedError
 from strata_lab.engine_loop import EngineLoop
 from strata_lab.events import EventLog, ProgressEvent, StateEvent, StepEvent, TokenEvent
-from strata_lab.explain import explain
 from strata_lab.intake import Intake, Prompt
 from strata_lab.kernels import bind
+from strata_lab.live_settings import ChangesSettings
 from strata_lab.op_swap import SwapsOps
 from strata_lab.request import RequestOutput, check_token_ids
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.scheduler import Scheduler
 from strata_lab.session import Inbox, Session, TokenStream, collect
-from strata_lab.settings import ConfigError, RequestError
+from strata_lab.settings import RequestError
 from strata_lab.stats import EngineStats
 from strata_lab.telemetry.ceilings import Ceilings
-from strata_lab.weight_exchange import exchange, room_for
 
 __all__ = ["EngineClosedError", "EngineStats", "LLMEngine"]
 
 _open_engines: weakref.WeakSet[LLMEngine] = weakref.WeakSet()
 
 
-class LLMEngine(SwapsOps):
+class LLMEngine(ChangesSettings, SwapsOps):
     """A model, its KV cache and the loop that serves it.
 
     Example:
@@ -96,12 +95,6 @@ class LLMEngine(SwapsOps):
     # -- what it is ---------------------------------------------------------------------------------------------
 
     @property
-    def optimizations(self) -> Optimizations:
-        """The toggles in force, every None decided."""
-        self._loop.check_open()
-        return self._loop.parts.optimizations
-
-    @property
     def fallbacks(self) -> tuple[Fallback, ...]:
         """What was asked for and cannot be done here, and what is done instead."""
         return tuple(self._builder.fallbacks)
@@ -120,15 +113,6 @@ class LLMEngine(SwapsOps):
     def alive(self) -> bool:
         """Whether the background loop runs."""
         return self._loop.alive
-
-    def explain(self) -> dict[str, str]:
-        """Toggle name to what it does on this machine, or why it has no effect."""
-        texts = explain(self.device.type)
-        reasons = {
-            "cuda_graph": self._builder.why_not_captured(),
-            "batch_invariant": self._builder.why_invariant_anyway(),
-        }
-        return texts | {name: f"No effect here: {reason}." for name, reason in reasons.items() if reason}
 
     def stats(self) -> EngineStats:
         """Counters and memory, as of now."""
@@ -202,13 +186,18 @@ class LLMEngine(SwapsOps):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Generate for all prompts and return their outputs in order.
 
+        However many they are: what finds no room in the waiting queue waits here, and leaves half of the queue to those
+        who cannot wait. A `timeout_s` counts from the call.
+
         Args:
             prompts: one prompt or a list of them.
             sampling_params: one for all, or one per prompt.
+            priority: as in `add_request`; one for all, or one per prompt.
             progress: show a bar.
 
         Raises:
@@ -216,29 +205,44 @@ class LLMEngine(SwapsOps):
             KeyboardInterrupt: the user stopped it; its requests are aborted and their blocks are free again.
         """
         self.start()
-        sessions = [
-            self.intake.session(prompt, params, None, 0)
-            for prompt, params in self.intake.pair(prompts, sampling_params)
-        ]
+        wishes = self.intake.pair(prompts, sampling_params, priority)
+        sessions = [self.intake.session(prompt, params, None, rank) for prompt, params, rank in wishes]
+        self._loop.check_servable(sessions)
         try:
-            for session in sessions:
-                self._loop.add(session)
-            return collect(sessions, progress)
+            return collect(sessions, self._loop.add_patiently, progress)
         finally:
             for session in sessions:
                 self._loop.forget(session.request.request_id)
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
     ) -> RequestOutput:
-        """Answer a conversation through the model's chat template."""
-        return self.generate([list(messages)], sampling_params)[0]
+        """Answer a conversation through the model's chat template; otherwise as `generate`."""
+        return self.generate([list(messages)], sampling_params, priority=priority)[0]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> TokenStream:
+    def stream(
+        self,
+        prompt: Prompt | None = None,
+        sampling_params: SamplingParams | None = None,
+        **options: Any,
+    ) -> TokenStream:
         """Tokens of one request as they come. Closing the iterator aborts the request.
 
         With n texts their events come mixed, each with its `choice`, and the last event of each has a
-        `finish_reason`. Raises `RequestError` for more texts than are kept: which are best is known at the end.
+        `finish_reason`.
+
+        Args:
+            prompt: text, token ids, or chat messages.
+            sampling_params: how to sample.
+            **options: `priority`, `request_id` and `prompt_embeds`, as in `add_request`.
+
+        Raises:
+            RequestError: as `add_request`, a full queue included; or more texts are asked for than are kept, since
+                which are best is known at the end.
         """
         if sampling_params is not None and sampling_params.num_choices > sampling_params.n:
             raise RequestError(
@@ -246,12 +250,14 @@ class LLMEngine(SwapsOps):
                 f"best_of={sampling_params.n}"
             )
         self.start()
-        request_id = self.add_request(prompt, sampling_params)
+        request_id = self.add_request(prompt, sampling_params, **options)
         return TokenStream(self._loop.session(request_id), lambda: self._loop.forget(request_id))
 
-    def astream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncIterator[TokenEvent]:
+    def astream(
+        self, prompt: Prompt | None = None, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[TokenEvent]:
         """`stream` for asyncio (`async for`); never blocks the event loop."""
-        return self.stream(prompt, sampling_params)
+        return self.stream(prompt, sampling_params, **options)
 
     def step(self) -> StepEvent | None:
         """Run one step in the calling thread, when the background loop does not run; None without work."""
@@ -260,47 +266,6 @@ class LLMEngine(SwapsOps):
     def reset_prefix_cache(self) -> None:
         """Forget what the prefix cache holds, between two steps: for measurements that repeat a prompt."""
         self._loop.between_steps(lambda: self._loop.scheduler.blocks.drop_prefixes())
-
-    # -- settings -----------------------------------------------------------------------------------------------
-
-    def apply(self, **changes: Any) -> ApplyReport:
-        """Change toggles of the running engine; returns when they are in force or refused.
-
-        New weights, pools and captures are built in the calling thread while the engine goes on; the swap happens
-        between two steps. Where memory does not hold old and new weights, requests wait while one replaces the other
-        (`weight_exchange.py`). Unknown names, bad values and impossible combinations are refused with a reason, change
-        nothing, and leave the engine serving. Requests in flight continue; with a new KV pool their tokens are
-        computed again.
-        """
-        with self._apply_lock:
-            before = self.optimizations
-            refused = {name: reason for name in changes if (reason := why_bad(name, changes[name]))}
-            wanted = {name: value for name, value in changes.items() if name not in refused}
-            report = self._change(before, wanted) if wanted else ApplyReport({})
-            answers = {name: FieldResult("refused", getattr(before, name, None), why) for name, why in refused.items()}
-            return ApplyReport({**answers, **report.results}, report.build_ms, report.swap_ms)
-
-    def _change(self, before: Optimizations, wanted: Mapping[str, Any]) -> ApplyReport:
-        started = time.perf_counter()
-        try:
-            wish = self._wish.replace(wanted)
-            after = self._builder.resolve(wish, self._loop.parts)
-            if room_for(self._builder, after, self._loop.parts) == "in place":
-                build_ms, swap_ms = 0.0, exchange(self._builder, self._loop, after)
-            else:
-                parts = self._builder.parts(after, self._loop.parts)
-                build_ms = (time.perf_counter() - started) * 1e3
-                swap_ms = self._loop.swap(parts, self._builder.new_block_manager, build_ms)
-        except (ConfigError, MemoryError, torch.OutOfMemoryError) as error:
-            return ApplyReport({n: FieldResult("refused", getattr(before, n), str(error)) for n in wanted})
-        self._wish = wish
-        moved, costs, texts = changed_fields(before, after), {t.name: t.cost for t in toggles()}, self.explain()
-        answers = {}
-        for name in wanted:
-            status: Status = "unchanged" if name not in moved else "rebuilt" if costs[name] == "rebuild" else "applied"
-            note = texts[name] if texts[name].startswith("No effect") else ""
-            answers[name] = FieldResult(status, getattr(after, name), note)
-        return ApplyReport(answers, build_ms, swap_ms)
 
     def _progress(self, task: str, fraction: float) -> None:
         self.events.append(ProgressEvent(time.perf_counter(), task, fraction))

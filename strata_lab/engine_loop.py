@@ -105,8 +105,7 @@ class EngineLoop(Desk):
         with self._lock:
             for request in self.scheduler.expire(start):
                 self._end(self._sessions[request.request_id])
-            running = list(self.scheduler.running)
-        self.parts.speculation.prepare(running)
+        self.parts.speculation.prepare(self._running)
         with self._lock:
             batch = self.scheduler.schedule(decodes_only=lane is not None and lane.busy)
             if not self._moved(batch):
@@ -126,6 +125,10 @@ class EngineLoop(Desk):
             self._fail([item.request for item in batch.items], error)
             return None
         return self._deliver(batch, result, (start, scheduled, time.perf_counter()))
+
+    def _running(self) -> list[Request]:
+        with self._lock:
+            return list(self.scheduler.running)
 
     def _moved(self, batch: ScheduledBatch) -> bool:
         """Queue the copies of blocks that come before a batch; if that fails it ends their requests and the batch's."""
@@ -232,7 +235,7 @@ class EngineLoop(Desk):
             **({} if new_pool else limits),  # a new limit is judged by the pool it comes with
         )
         if new_pool:
-            for request in self.scheduler.reset_blocks(new_blocks(parts), **limits):
+            for request in self._new_pool(before, parts, new_blocks(parts)):
                 self.scheduler.finish(request, "error", self.scheduler.why_never_fits(request))
                 self._end(self._sessions[request.request_id])
         elif parts.prefixes is not before.prefixes:
@@ -253,6 +256,15 @@ class EngineLoop(Desk):
         changes = {**changed_fields(before.optimizations, opt), **changed_ops(before, parts)}
         self.events.append(SettingEvent(now, changes, build_ms, took_ms))
         return took_ms
+
+    def _new_pool(self, before: Parts, parts: Parts, blocks: BlockManager) -> list[Request]:
+        """Go over to another pool, with what the old one holds where that means the same; who can never be served."""
+        same = parts.weights is before.weights and parts.kv.kv_format == before.kv.kv_format
+        if not same or (parts.retention, parts.basis) != (before.retention, before.basis):
+            return self.scheduler.reset_blocks(blocks, parts.max_model_len)
+        moves, doomed = self.scheduler.move_blocks(blocks, parts.max_model_len)
+        parts.kv.take_from(before.kv, moves)
+        return doomed
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -285,6 +297,7 @@ class EngineLoop(Desk):
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
+            self._room.notify_all()
         self.parts.governor.stop()
         if self._thread is not None:
             self._thread.join()

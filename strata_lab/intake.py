@@ -73,6 +73,8 @@ class Intake:
             raise RequestError(
                 "give a prompt or prompt_embeds, one of them; for both, put embed(tokens) beside the rows"
             )
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise RequestError(f"priority={priority!r} must be a whole number; try 0, or 1 to go before others")
         if prompt is not None:
             text, token_ids = self._tokens(prompt)
             token_ids = check_token_ids(token_ids, self.config.vocab_size)
@@ -144,15 +146,30 @@ class Intake:
         return self.tokenizer
 
     def pair(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[tuple[Prompt, SamplingParams]]:
-        """Prompts with their params, whichever of the two is single."""
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] = 0,
+    ) -> list[tuple[Prompt, SamplingParams, int]]:
+        """Prompts with their params and priorities, whichever of them is single."""
         many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            return [(prompt, params or SamplingParams()) for prompt in many]
-        if len(params) != len(many):
-            raise RequestError(f"{len(many)} prompts but {len(params)} sampling_params; give one, or one per prompt")
-        return list(zip(many, params, strict=True))
+        one = params is None or isinstance(params, SamplingParams)
+        return list(
+            zip(
+                many,
+                _each(params or SamplingParams(), one, len(many), "sampling_params"),
+                _each(priority, not isinstance(priority, Sequence), len(many), "priorities"),
+                strict=True,
+            )
+        )
+
+
+def _each(value: Any, is_one: bool, count: int, what: str) -> list[Any]:
+    """One value for all prompts, or one per prompt."""
+    values = [value] * count if is_one else list(value)
+    if len(values) != count:
+        raise RequestError(f"{count} prompts but {len(values)} {what}; give one, or one per prompt")
+    return values
 
 
 def _check_without_tokens(params: SamplingParams) -> None:

@@ -20,6 +20,7 @@ from strata_lab.layers.attention import LayerKV
 from strata_lab.model_config import ModelConfig
 
 KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+TAKEN_AT_ONCE = 64  # blocks
 
 
 class KVCache:
@@ -61,6 +62,11 @@ class KVCache:
         old, new = (indices(column, self._k.device) for column in zip(*pairs, strict=True))
         for ours, theirs in zip(self._words, source._words, strict=True):
             ours.index_copy_(1, new, theirs.index_select(1, old))
+
+    def take_from(self, source: KVCache, pairs: Pairs) -> None:
+        """Copy blocks (theirs, ours) from another pool of the same format, in pieces that need little memory beside."""
+        for at in range(0, len(pairs), TAKEN_AT_ONCE):
+            self.copy_blocks(pairs[at : at + TAKEN_AT_ONCE], source)
 
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
         """What blocks hold, [n, 2, layers, words] int64, a copy."""

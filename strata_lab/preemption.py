@@ -16,8 +16,6 @@ from typing import Protocol
 
 from strata_lab.batch import Pairs
 
-NOTHING: tuple[tuple[int, int], ...] = ()
-
 
 class Preemption(Protocol):
     """Keeps what preempted requests have computed, or does not.
@@ -27,6 +25,11 @@ class Preemption(Protocol):
     """
 
     num_blocks: int
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether `take_moves` has anything to give."""
+        ...
 
     @property
     def num_used(self) -> int:
@@ -62,6 +65,7 @@ class Recompute:
     """Keeps nothing."""
 
     num_blocks = num_used = 0
+    has_moves = False
 
     def save(self, request_id: str, blocks: Sequence[int], num_tokens: int, block_size: int) -> int:
         """Nothing."""
@@ -85,7 +89,7 @@ class Recompute:
 
     def take_moves(self) -> tuple[Pairs, Pairs]:
         """None."""
-        return NOTHING, NOTHING
+        return (), ()
 
 
 class SwapToHost:
@@ -103,6 +107,11 @@ class SwapToHost:
     def num_used(self) -> int:
         """Blocks of host memory that hold something."""
         return self.num_blocks - len(self._free)
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether `take_moves` has anything to give."""
+        return bool(self._out or self._leaving)
 
     def save(self, request_id: str, blocks: Sequence[int], num_tokens: int, block_size: int) -> int:
         """Keep the first `num_tokens` tokens of a request, which are in `blocks`; returns how many it could keep.
@@ -144,8 +153,6 @@ class SwapToHost:
 
     def take_moves(self) -> tuple[Pairs, Pairs]:
         """Copies to host memory and back since the last call, as (block, host block) and (host block, block)."""
-        if not self._out and not self._leaving:
-            return NOTHING, NOTHING
         back = [pair for pairs in self._in.values() for pair in pairs]
         out, self._out = self._out, []
         for hosts, _ in self._leaving.values():  # only now: a block may not be read and written in one step

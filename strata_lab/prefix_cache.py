@@ -15,7 +15,7 @@ counts no owners and hands out no blocks (`block_manager.py` does both).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
@@ -80,6 +80,10 @@ class BlockNames(Protocol):
 
     def clear(self) -> list[int]:
         """Take every name; returns the blocks that were idle, which are free now."""
+        ...
+
+    def restore(self, old: BlockNames, place: Mapping[int, int]) -> None:
+        """Know what another cache of the same ways of computing knew, of the blocks that have a new place."""
         ...
 
 
@@ -203,6 +207,16 @@ class PrefixCache:
             memory.clear()
         return idle
 
+    def restore(self, old: BlockNames, place: Mapping[int, int]) -> None:
+        """Know what another cache of the same ways of computing knew, of the blocks that have a new place."""
+        if not isinstance(old, PrefixCache):
+            return
+        assert old._first == self._first, "names that were given in another way of computing"
+        self._name_of = {place[block]: name for block, name in old._name_of.items() if block in place}
+        self._block_of = {name: block for block, name in self._name_of.items()}
+        self._idle = {place[block]: None for block in old._idle if block in place}
+        self._names, self._published = dict(old._names), dict(old._published)
+
 
 class NoPrefixCache:
     """Names nothing: every request computes its whole prompt."""
@@ -249,3 +263,6 @@ class NoPrefixCache:
     def clear(self) -> list[int]:
         """Nothing was idle."""
         return []
+
+    def restore(self, old: BlockNames, place: Mapping[int, int]) -> None:
+        """Does nothing."""

@@ -166,7 +166,20 @@ class Resolver:
                 f"gpu_memory_utilization={resolved.gpu_memory_utilization} leaves {budget / 2**20:.0f} MiB for the KV "
                 f"cache, less than one block of {per_block / 2**20:.2f} MiB; try a larger share or a smaller model"
             )
+        if current is not None and self.device.type == "cuda":
+            self._check_beside(int(blocks) * per_block, resolved, current)
         return int(blocks)
+
+    def _check_beside(self, pool_bytes: int, resolved: Optimizations, current: PoolInForce) -> None:
+        """Refuse a pool that finds no room beside the one in force, which stands until its content is copied."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        if pool_bytes > free:
+            share = resolved.gpu_memory_utilization
+            raise ConfigError(
+                f"gpu_memory_utilization={share} makes a KV pool of {pool_bytes / GIB:.2f} GiB that must stand beside "
+                f"that in force ({current.kv.nbytes / GIB:.2f} GiB) until it is copied, and {free / GIB:.2f} GiB are "
+                f"free; try {max(0.05, share - (pool_bytes - free) / total):.2f}, or make a new engine"
+            )
 
     def num_host_blocks(self, kv: KVCache) -> int:
         """Blocks of main memory for preempted requests: `swap_space`, or a modest share; `ConfigError` for too much."""
@@ -195,7 +208,9 @@ class Resolver:
             loaded = current is not None and current.optimizations.weight_format == resolved.weight_format
             weights = 0 if loaded else self.weight_nbytes(resolved.weight_format or "bf16")
             workspace = workspace_nbytes(self.model_config, resolved.max_num_batched_tokens, resolved.max_num_seqs)
-            return max(0, int(free - (1 - utilization) * total - weights - workspace - self._draft_nbytes(resolved)))
+            given_back = 0 if current is None else current.kv.nbytes  # the pool in force goes when the new one is there
+            taken = (1 - utilization) * total + weights + workspace + self._draft_nbytes(resolved)
+            return max(0, int(free + given_back - taken))
         available = hardware.cpu_info().available_memory_bytes
         if available is None:
             return CPU_POOL_BYTES

@@ -15,12 +15,14 @@ from strata_lab.batch import Pairs, ScheduledBatch
 from strata_lab.block_manager import BlockManager
 from strata_lab.capacity import why_never_fits
 from strata_lab.kv_retention import Retention
+from strata_lab.pool_move import take_over
 from strata_lab.preemption import Preemption, Recompute
 from strata_lab.request import Request, RequestState
 from strata_lab.sampling_params import RequestError
 from strata_lab.settings import ConfigError, check_names, check_whole
 from strata_lab.waiting_queue import MAX_WAITING, MAX_WAITING_TOKENS, WaitingQueue
 
+MAX_EVICTIONS = 3  # of one request, while there are others of its priority to evict (decision 0011)
 # The numbers `configure` takes: smallest legal value, and one that works.
 _LIMITS = {
     "max_num_seqs": (1, 16),
@@ -116,12 +118,18 @@ class Roster:
         Raises `QueueFull` at the bounds of the queue, and `RequestError` for an id in use, an empty prompt and a
         request that can never be served.
         """
-        self._check_new(request)
+        self.check_new(request)
         self.waiting.check_room(request, self.max_waiting, self.max_waiting_tokens)
         self._register(request)
         self.waiting.push(request, self._rank(request))
 
-    def _check_new(self, request: Request) -> None:
+    def has_room(self, request: Request, share: float = 1.0) -> bool:
+        """Whether the queue would take a newcomer if its bounds were `share` of what they are."""
+        most, most_tokens = int(share * self.max_waiting), int(share * self.max_waiting_tokens)
+        return self.waiting.why_no_room(request, max(1, most), most_tokens) is None
+
+    def check_new(self, request: Request) -> None:
+        """Raise `RequestError` for an id in use, an empty prompt and a request that can never be served."""
         if request.request_id in self._requests or request.request_id in self._held:
             raise RequestError(f"request_id={request.request_id!r} is in use; try another, or wait until it has ended")
         if request.num_tokens == 0:
@@ -195,12 +203,35 @@ class Roster:
         Returns the requests that the new pool can never hold. They are still queued: the caller ends each one with
         `finish(request, "error", why_never_fits(request))` before the next step.
         """
-        max_model_len = self.max_model_len if max_model_len is None else max_model_len
-        check_whole("max_model_len", max_model_len, *_LIMITS["max_model_len"])
-        assert not self._held, self._held
-        self.num_recomputed_tokens += self.preemption.clear()
+        length = self._checked_length(max_model_len)
         for request in list(self.running):
             self._preempt(request, keep=False)
+        return self._new_pool(block_manager, length)
+
+    def move_blocks(
+        self, block_manager: BlockManager, max_model_len: int | None = None
+    ) -> tuple[list[tuple[int, int]], list[Request]]:
+        """`reset_blocks` for a pool of the same format: what it can hold of the old one goes on, packed.
+
+        Only where it is too small for all are requests preempted, as for want of blocks. Returns the copies to be made
+        before the next step, (old block, new block), and what `reset_blocks` returns.
+        """
+        length = self._checked_length(max_model_len)
+        for request_id in list(self._copies):  # forks whose first copy was still to come
+            self._preempt(self._requests[request_id], keep=False)
+        while self.blocks.num_used > block_manager.num_blocks:
+            self._preempt(min(reversed(self.running), key=dearness), keep=False)
+        moves = take_over(block_manager, self.blocks)
+        return moves, self._new_pool(block_manager, length)
+
+    def _checked_length(self, max_model_len: int | None) -> int:
+        length = self.max_model_len if max_model_len is None else max_model_len
+        check_whole("max_model_len", length, *_LIMITS["max_model_len"])
+        assert not self._held, self._held
+        return length
+
+    def _new_pool(self, block_manager: BlockManager, max_model_len: int) -> list[Request]:
+        self.num_recomputed_tokens += self.preemption.clear()
         block_manager.num_asked_tokens += self.blocks.num_asked_tokens  # they count for the life of the engine
         block_manager.num_hit_tokens += self.blocks.num_hit_tokens
         self.blocks, self.max_model_len = block_manager, max_model_len
@@ -249,11 +280,11 @@ class Roster:
         self.waiting.push(request, self._rank(request))
 
     def _take_moves(self) -> tuple[Pairs, Pairs, Pairs]:
-        """The moves that the step just built needs, as in `ScheduledBatch`."""
-        copies: Pairs = ()
-        if self._copies:
-            copies = list(self._copies.values())
-            self._copies.clear()
+        """The moves that the step just built needs, as in `ScheduledBatch`; nearly every step needs none."""
+        if not self._copies and not self.preemption.has_moves:
+            return (), (), ()
+        copies = list(self._copies.values())
+        self._copies.clear()
         out, back = self.preemption.take_moves()
         self.num_swapped_out += len(out)
         self.num_swapped_in += len(back)
@@ -268,5 +299,21 @@ class Roster:
         unfilled = {block for _, block in (*batch.copies, *batch.swap_in)}
         return [r for r in self.running if not unfilled.isdisjoint(self.blocks.table(r.request_id))]
 
+    def _num_shared(self, parent: Request, child: Request) -> int:
+        """Tokens of a new child that a parent has computed for it."""
+        if parent.state is not RequestState.RUNNING or self.blocks.has_holes(parent.request_id):
+            return 0
+        most = min(parent.num_computed_tokens, child.num_tokens - 1)
+        if parent.token_ids[:most] != child.token_ids[:most]:
+            most = next(i for i in range(most) if parent.token_ids[i] != child.token_ids[i])
+        if parent.request_id in self._held:  # its last block is being written
+            most -= most % self.blocks.block_size
+        return most
+
     def _rank(self, request: Request) -> Seniority:
         return self._seniority[request.request_id]
+
+
+def dearness(request: Request) -> tuple[int, bool, int]:
+    """Who is evicted first has the smallest."""
+    return request.priority, request.num_preemptions >= MAX_EVICTIONS, request.num_computed_tokens

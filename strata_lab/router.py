@@ -100,17 +100,27 @@ class Router:
 
     def generate(
         self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-        model: str | None = None, precision: str | None = None, priority: int = 0,
+        model: str | None = None, precision: str | None = None, priority: int = 0, progress: bool = False,
     ) -> Any:  # fmt: skip
         """`LLMEngine.generate` of the engine that is chosen; all prompts go to one."""
-        return self.choose(model=model, precision=precision, priority=priority).engine.generate(prompts, params)
+        chosen = self.choose(model=model, precision=precision, priority=priority)
+        return chosen.engine.generate(prompts, params, priority=priority, progress=progress)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *,
+        model: str | None = None, precision: str | None = None, priority: int = 0,
+    ) -> Any:  # fmt: skip
+        """`LLMEngine.chat` of the engine that is chosen."""
+        chosen = self.choose(model=model, precision=precision, priority=priority)
+        return chosen.engine.chat(messages, params, priority=priority)
 
     def stream(
         self, prompt: Any, params: SamplingParams | None = None, *, model: str | None = None,
-        precision: str | None = None, priority: int = 0,
+        precision: str | None = None, priority: int = 0, request_id: str | None = None,
     ) -> Any:  # fmt: skip
-        """`LLMEngine.stream` of the engine that is chosen."""
-        return self.choose(model=model, precision=precision, priority=priority).engine.stream(prompt, params)
+        """`LLMEngine.stream` of the engine that is chosen; `async for` reads it too."""
+        chosen = self.choose(model=model, precision=precision, priority=priority)
+        return chosen.engine.stream(prompt, params, priority=priority, request_id=request_id)
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is; False if no engine knows it."""

@@ -21,7 +21,8 @@ When the KV pool is exhausted (reasons and proof of progress: docs/decisions/000
 6. With a `lookahead`, a step of decodes alone also gives each of them blocks for that many tokens more, while free
    blocks are plenty: what a runner needs that decodes ahead of the host.
 7. Who waits in which order is the `order` policy's. Where that says that the first in the queue outranks a running
-   request, it goes before that one's prompt, and takes its seat and blocks where none are free (decision 0011).
+   request, it goes before that one's prompt, and takes its seat and blocks where none are free; a prompt that outranks
+   all decodes waits for no turn, and no lower prompt makes its steps longer (decision 0011).
 8. While the first in the queue waits for blocks, up to `max_passes` others of its priority may go before it that fit to
    their very end into what is free: a long request stands aside, and the short ones behind it finish meanwhile.
 9. Blocks that an evicted request had may be kept in host memory by the `preemption` policy. When it is admitted again
@@ -45,15 +46,14 @@ from strata_lab.batch import ScheduledBatch, ScheduledRequest
 from strata_lab.block_manager import BlockManager
 from strata_lab.capacity import most_slots
 from strata_lab.request import Request, RequestState
-from strata_lab.roster import Roster
+from strata_lab.roster import MAX_EVICTIONS, Roster, dearness
 from strata_lab.speculative.window import take_drafts
 from strata_lab.waiting_queue import MAX_WAITING, QueueFull
 
-__all__ = ["MAX_WAITING", "QueueFull", "ScheduledBatch", "Scheduler", "most_slots"]
+__all__ = ["MAX_EVICTIONS", "MAX_WAITING", "QueueFull", "ScheduledBatch", "Scheduler", "most_slots"]
 
 GROWTH_BLOCKS = 2  # halves the recomputed tokens against 1 for 4% more steps; figures in decision 0001
 PASS_SCAN = 16  # requests behind the first that are looked at in a step
-MAX_EVICTIONS = 3  # of one request, while there are others of its priority to evict (decision 0011)
 
 
 @dataclass(slots=True)
@@ -96,22 +96,29 @@ class Scheduler(Roster):
         for request in self.running:
             if request.request_id not in self._held:
                 (decodes if request.is_decoding else prefills).append(request)
+        top = decodes[0] if decodes else None
         if len(decodes) > step.budget:  # they take turns, beginning behind the one served last
             turn = bisect(decodes, self._last_turn, key=self._rank)
             decodes = decodes[turn:] + decodes[:turn]
-        with_decodes, most_prefill = True, 0
+        with_decodes, most_prefill, pressing = True, 0, False
         if not decodes_only:
-            with_decodes, most_prefill = self.prefill.turn(bool(decodes), bool(prefills or self.waiting), step.budget)
-        if most_prefill:
-            self._displace(step, step.budget - (len(decodes) if with_decodes else 0))
+            has_prompts, pressing = bool(prefills or self.waiting), self._presses(top, prefills)
+            with_decodes, most_prefill = self.prefill.turn(bool(decodes), has_prompts, step.budget, pressing)
+            if most_prefill:
+                self._displace(step, step.budget - (len(decodes) if with_decodes else 0))
+            if pressing and not self._presses(top, prefills, step):
+                pressing = False
+                with_decodes, most_prefill = self.prefill.turn(bool(decodes), has_prompts, step.budget)
         num_decode_tokens = self._serve_decodes(decodes, step) if with_decodes else 0
         if most_prefill:
             held_back = max(0, step.budget - most_prefill)
             step.budget -= held_back
             for request in prefills:
+                if pressing and top is not None and not self.waiting.order.outranks(request, top):
+                    break
                 self._admit(step, before=request)
                 self._serve(request, step)
-            self._admit(step)
+            self._admit(step, before=top if pressing else None)
             step.budget += held_back
         if not step.items:  # a turn of prompts that found no room for any
             num_decode_tokens = self._serve_decodes(decodes, step)
@@ -169,7 +176,7 @@ class Scheduler(Roster):
         useful = [r for r in candidates if self.blocks.frees_any(r.request_id)]
         if not useful and self.blocks.frees_any(*(r.request_id for r in candidates)):
             useful = candidates
-        return min(useful, key=_dearness, default=None)
+        return min(useful, key=dearness, default=None)
 
     def _displace(self, step: _Step, budget: int) -> None:
         """Rule 7: make room for the first in the queue, if those that it outranks hold enough.
@@ -193,11 +200,28 @@ class Scheduler(Roster):
         gain = sum(self.blocks.num_held(r.request_id) for r in juniors)  # at most: some may be shared with others
         if len(others) >= self.max_num_seqs or needed > self.blocks.num_free + gain:
             return  # it could not start even without all of them
-        for victim in sorted(juniors, key=_dearness):
-            if len(self.running) < self.max_num_seqs and self._spare(growth) >= self._demand_of_waiting(head, growth):
+        for victim in sorted(juniors, key=dearness):
+            if self._fits(head):
                 return
             self._preempt(victim)
             step.preempted.append(victim)
+
+    def _presses(self, top: Request | None, prefills: list[Request], step: _Step | None = None) -> bool:
+        """Rule 7: whether a prompt outranks `top`, the most senior decode; with `step`, one that it can serve."""
+        outranks, head = self.waiting.order.outranks, self.waiting.head
+        if top is None:
+            return False
+        if prefills and outranks(prefills[0], top):
+            return True
+        if head is None or not outranks(head, top):
+            return False
+        return step is None or (self.admission.may_admit(step.num_running, step.budget) and self._fits(head))
+
+    def _fits(self, waiting: Request) -> bool:
+        """Whether there is a seat and room for a request that waits (rule 4)."""
+        growth = GROWTH_BLOCKS + waiting.num_preemptions
+        has_seat = len(self.running) < self.max_num_seqs
+        return has_seat and self._spare(growth) >= self._demand_of_waiting(waiting, growth)
 
     # -- who may start --------------------------------------------------------------------------------------------
 
@@ -274,7 +298,7 @@ class Scheduler(Roster):
         Raises:
             RequestError: its name is in use, it is empty, or it can never be served. Nothing has changed.
         """
-        self._check_new(child)
+        self.check_new(child)
         self._register(child)
         shared = self._num_shared(parent, child)
         num_full = shared // self.blocks.block_size
@@ -291,17 +315,6 @@ class Scheduler(Roster):
         child.num_computed_tokens = shared
         child.num_cached_tokens = min(shared, child.num_prompt_tokens)
         return shared
-
-    def _num_shared(self, parent: Request, child: Request) -> int:
-        """Tokens of a new child that a parent has computed for it."""
-        if parent.state is not RequestState.RUNNING or self.blocks.has_holes(parent.request_id):
-            return 0
-        most = min(parent.num_computed_tokens, child.num_tokens - 1)
-        if parent.token_ids[:most] != child.token_ids[:most]:
-            most = next(i for i in range(most) if parent.token_ids[i] != child.token_ids[i])
-        if parent.request_id in self._held:  # its last block is being written
-            most -= most % self.blocks.block_size
-        return most
 
     def _spare(self, growth: int) -> int:
         """Free blocks that those who run will not take."""
@@ -320,8 +333,3 @@ class Scheduler(Roster):
         """`_demand` of one that waits: blocks which somebody holds now cost it nothing, idle ones are taken."""
         skips = not request.wants_prompt_rows
         return self._demand(request, growth, self.blocks.num_shared(request.request_id, request.token_ids) * skips)
-
-
-def _dearness(request: Request) -> tuple[int, bool, int]:
-    """Who is evicted first has the smallest."""
-    return request.priority, request.num_preemptions >= MAX_EVICTIONS, request.num_computed_tokens

@@ -158,16 +158,29 @@ class Session:
         return RequestOutput.of(self.request, self.prompt, text, self.choice)
 
 
-def collect(sessions: Sequence[Session], progress: bool) -> list[RequestOutput]:
-    """Wait for requests and return their outputs in order."""
+def collect(sessions: Sequence[Session], queue: Callable[[Session], Any], progress: bool) -> list[RequestOutput]:
+    """Queue requests, wait for them and return their outputs in order.
+
+    Args:
+        sessions: one per prompt.
+        queue: queues a session; may wait until there is room for it.
+        progress: show a bar.
+    """
     from tqdm.auto import tqdm
 
     with tqdm(total=len(sessions), desc="requests", unit="req", disable=not progress) as bar:
+        ended = 0
         for session in sessions:
+            queue(session)
+            while ended < len(sessions) and sessions[ended].finished:
+                ended += 1
+                bar.update()
+        for index, session in enumerate(sessions):
             for _ in session.group:
                 while session.next_event().finish_reason is None:
                     pass
-            bar.update()
+            if index >= ended:
+                bar.update()
     return [session.output() for session in sessions]
 
 

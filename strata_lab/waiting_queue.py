@@ -50,16 +50,22 @@ class WaitingQueue:
 
     def check_room(self, request: Request, max_waiting: int, max_waiting_tokens: int) -> None:
         """Raise `QueueFull` where a newcomer would exceed a bound; an empty queue takes any."""
+        if reason := self.why_no_room(request, max_waiting, max_waiting_tokens):
+            raise QueueFull(reason)
+
+    def why_no_room(self, request: Request, max_waiting: int, max_waiting_tokens: int) -> str | None:
+        """Which bound a newcomer would exceed, with numbers that work; None if it would exceed none."""
         now, tokens = len(self), self.num_tokens
         if now >= max_waiting:
-            raise QueueFull(
+            return (
                 f"{now} requests wait and max_waiting={max_waiting}; try again later, or max_waiting={2 * max_waiting}"
             )
         if now and tokens + request.num_tokens > max_waiting_tokens:
-            raise QueueFull(
+            return (
                 f"{now} requests with {tokens} tokens wait, {request.num_tokens} more would exceed max_waiting_tokens="
                 f"{max_waiting_tokens}; try again later, or max_waiting_tokens={tokens + request.num_tokens}"
             )
+        return None
 
     def push(self, request: Request, seniority: Seniority) -> None:
         """Queue a new or a preempted request."""

@@ -9,12 +9,13 @@ where somebody else could read it: into a block with several holders, or one tha
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from strata_lab.admission import ContinuousAdmission
 from strata_lab.batch import ScheduledBatch
 from strata_lab.block_manager import BlockManager
+from strata_lab.kv_retention import Retention
 from strata_lab.preemption import SwapToHost
 from strata_lab.prefix_cache import PrefixCache
 from strata_lab.request import Request
@@ -28,11 +29,19 @@ def next_token(tokens: Iterable[int]) -> int:
     return zlib.crc32(repr(list(tokens)).encode()) % 1000
 
 
-def undisturbed(request: Request, max_model_len: int) -> list[int]:
+def seen(length: int, kept: tuple[int, ...]) -> Sequence[int]:
+    """Positions that the last of `length` tokens sees; `kept`: nothing, or sinks and window (`Retention.setting`)."""
+    if not kept:
+        return range(length)
+    sinks, window = kept
+    return [*range(min(sinks, length)), *range(max(sinks, length - window), length)]
+
+
+def undisturbed(request: Request, max_model_len: int, kept: tuple[int, ...] = ()) -> list[int]:
     """What a request alone on an endless machine generates."""
     tokens = list(request.prompt_token_ids)
     while len(tokens) - request.num_prompt_tokens < request.params.max_tokens and len(tokens) < max_model_len:
-        tokens.append(next_token(tokens))
+        tokens.append(next_token([tokens[p] for p in seen(len(tokens), kept)] if kept else tokens))
     return tokens[request.num_prompt_tokens :]
 
 
@@ -48,6 +57,13 @@ class FakeModel:
         blocks = self.scheduler.blocks
         self.kv = [[POISON] * blocks.block_size for _ in range(blocks.num_blocks)]
         self.host: dict[int, list[int]] = {}
+
+    def take_from_old_pool(self, moves: list[tuple[int, int]]) -> None:
+        """After the scheduler has gone over to another pool: nothing but these blocks is in it."""
+        old = self.kv
+        self.reset()
+        for block, to in moves:
+            self.kv[to] = old[block]
 
     def step(self) -> ScheduledBatch:
         batch = self.scheduler.schedule()
@@ -84,7 +100,8 @@ class FakeModel:
             if item.samples:
                 length = item.start + item.num_tokens
                 sampled[item.request.request_id] = next_token(
-                    self.kv[item.block_table[p // size]][p % size] for p in range(length)
+                    self.kv[item.block_table[p // size]][p % size]
+                    for p in seen(length, self.scheduler.blocks.retention.setting)
                 )
         return sampled
 
@@ -109,7 +126,8 @@ class FakeModel:
 
 
 def make(
-    num_blocks: int = 64, block_size: int = 4, *, cached: bool = False, **options: Any
+    num_blocks: int = 64, block_size: int = 4, *, cached: bool = False, retention: Retention | None = None,
+    **options: Any,
 ) -> tuple[Scheduler, FakeModel]:  # fmt: skip
     settings_ = {
         "max_num_seqs": 8,
@@ -119,7 +137,7 @@ def make(
         **options,
     }
     prefixes = PrefixCache(block_size) if cached else None
-    scheduler = Scheduler(BlockManager(num_blocks, block_size, prefixes), **settings_)
+    scheduler = Scheduler(BlockManager(num_blocks, block_size, prefixes, retention), **settings_)
     return scheduler, FakeModel(scheduler)
 
 

@@ -101,6 +101,8 @@ def test_the_file_map_names_every_part_of_the_package() -> None:
 
 def test_the_generated_tables_are_what_their_sources_say() -> None:
     assert readme_table.updated_readme() == README.read_text(), "run: python -m strata_lab.bench.readme_table"
+    for document in readme_table.OTHERS:
+        assert readme_table.updated(document) == document.read_text(), "run: python -m strata_lab.bench.readme_table"
 
 
 def test_python_in_the_readme_parses_and_names_what_exists() -> None:

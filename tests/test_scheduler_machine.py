@@ -19,6 +19,7 @@ from strata_lab.admission import (
     StaticAdmission,
 )
 from strata_lab.block_manager import BlockManager
+from strata_lab.kv_retention import SinksAndWindow
 from strata_lab.preemption import Recompute, SwapToHost
 from strata_lab.prefix_cache import NoPrefixCache, PrefixCache
 from strata_lab.request import Request, RequestState
@@ -31,16 +32,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         num_blocks=st.integers(6, 14), budget=st.integers(1, 20), seats=st.integers(1, 6), growth=st.integers(0, 2),
-        cached=st.booleans(), swap=st.sampled_from([None, 2, 7, 40]),
+        cached=st.booleans(), swap=st.sampled_from([None, 2, 7, 40]), kept=st.sampled_from([(), (), (2, 5), (0, 9)]),
     )  # fmt: skip
     def start(
-        self, num_blocks: int, budget: int, seats: int, growth: int, cached: bool, swap: int | None
+        self, num_blocks: int, budget: int, seats: int, growth: int, cached: bool, swap: int | None,
+        kept: tuple[int, ...],
     ) -> None:  # fmt: skip
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(scheduler_module, "GROWTH_BLOCKS", growth)  # the laws hold for any; 0 evicts the most
         self.scheduler, self.model = make(
             num_blocks, 3, max_num_batched_tokens=budget, max_num_seqs=seats, max_model_len=40, max_waiting=8,
-            cached=cached, preemption=preemption(swap),
+            cached=cached, preemption=preemption(swap), retention=SinksAndWindow(*kept) if kept else None,
         )  # fmt: skip
         self.added: list[Request] = []
 
@@ -52,8 +54,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = f"r{len(self.added)}"
         new = request(name, prompt, max_tokens, priority, text=text, shared=shared, timeout_s=timeout_s)
         new.arrival_s = self.model.now_s
-        slots = min(prompt + max_tokens, 40) - 1
-        fits = slots <= self.scheduler.blocks.num_blocks * self.scheduler.blocks.block_size
+        blocks, slots = self.scheduler.blocks, min(prompt + max_tokens, 40) - 1
+        fits = min(-(-slots // 3), blocks.retention.most_blocks(3, 1)) <= blocks.num_blocks
         if fits and len(self.scheduler.waiting) < 8:
             self.scheduler.add(new)
             self.added.append(new)
@@ -168,11 +170,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     def drop_the_prefixes(self) -> None:
         self.scheduler.blocks.drop_prefixes()
 
+    def pool(self, num_blocks: int, cached: bool) -> BlockManager:
+        return BlockManager(num_blocks, 3, PrefixCache(3) if cached else None, self.scheduler.blocks.retention)
+
     @rule(num_blocks=st.integers(4, 16), cached=st.booleans())
     def replace_pool(self, num_blocks: int, cached: bool) -> None:
-        for misfit in self.scheduler.reset_blocks(BlockManager(num_blocks, 3, PrefixCache(3) if cached else None)):
+        for misfit in self.scheduler.reset_blocks(self.pool(num_blocks, cached)):
             self.scheduler.finish(misfit, "error", self.scheduler.why_never_fits(misfit))
         self.model.reset()
+
+    @rule(num_blocks=st.integers(4, 16), cached=st.booleans())
+    def move_into_another_pool(self, num_blocks: int, cached: bool) -> None:
+        moves, misfits = self.scheduler.move_blocks(self.pool(num_blocks, cached))
+        for misfit in misfits:
+            self.scheduler.finish(misfit, "error", self.scheduler.why_never_fits(misfit))
+        self.model.take_from_old_pool(moves)
 
     @invariant()
     def host_memory_is_of_those_who_were_preempted(self) -> None:
@@ -193,7 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sorted(live) == sorted(r.request_id for r in self.added if not r.finished)
         assert scheduler.has_work == bool(live)
         held = {r.request_id: len(scheduler.blocks.table(r.request_id)) for r in self.added}
-        assert scheduler.blocks.num_used == len({b for r in self.added for b in scheduler.blocks.table(r.request_id)})
+        assert scheduler.blocks.num_used == len({b for r in self.added for b in scheduler.blocks.held(r.request_id)})
         assert all(r.num_passed <= 5 for r in self.added)
         assert scheduler.waiting.num_tokens == sum(r.num_tokens for r in scheduler.waiting)
         assert [r.priority for r in scheduler.running] == sorted((r.priority for r in scheduler.running), reverse=True)
@@ -211,7 +223,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def texts_are_undisturbed(self) -> None:
         for r in self.added:
-            expected = undisturbed(r, 40)
+            expected = undisturbed(r, 40, self.scheduler.blocks.retention.setting)
             if r.finish_reason == "length":
                 assert r.output_token_ids == expected
             assert r.output_token_ids == expected[: r.num_output_tokens]

@@ -6,15 +6,22 @@ import random
 
 import pytest
 
+import strata_lab.roster as roster_module
+import strata_lab.scheduler as scheduler_module
 from strata_lab.admission import (
     QUEUE_ORDERS,
     FirstComeFirstServed,
     HighestPriorityFirst,
+    MixedPrefill,
+    PrefillPolicy,
+    QueueOrder,
     SplitPrefill,
     StaticAdmission,
 )
 from strata_lab.config import toggles
+from strata_lab.preemption import SwapToHost
 from strata_lab.request import Request, RequestState
+from strata_lab.sampling_params import SamplingParams
 from strata_lab.scheduler import MAX_EVICTIONS, QueueFull, Scheduler
 from strata_lab.settings import ConfigError
 from tests.fake_model import FakeModel, exhausted, make, names, request, slices, undisturbed
@@ -135,16 +142,17 @@ def test_a_static_batch_and_held_requests_are_left_alone() -> None:
 
 
 def test_a_place_is_taken_only_in_a_step_that_can_use_it() -> None:
-    """With split prefill no prompt starts in a turn of decodes: nobody is preempted one step too early."""
+    """While prompts are computed beside the decodes, no other prompt can start: nobody is preempted for it yet."""
     scheduler, model = urgent(max_num_seqs=1, prefill=SplitPrefill(8, decode_steps=3))
     scheduler.add(request("a", max_tokens=9))
     model.step()
     scheduler.add(request("b", priority=1, max_tokens=1))
-    seen = []
-    while not scheduler.waiting or "b" in names(scheduler.waiting):
-        batch = model.step()
-        seen.append((names(batch.items), names(batch.preempted)))
-    assert seen == [(["a"], []), (["a"], []), (["a"], []), (["b"], ["a"])]
+    for _ in range(2):
+        batch = scheduler.schedule(decodes_only=True)
+        assert (names(batch.items), batch.preempted) == (["a"], [])
+        model.commit(batch, model.forward(batch))
+    batch = model.step()
+    assert (names(batch.items), names(batch.preempted)) == (["b"], ["a"])
 
 
 # -- repeated preemption ----------------------------------------------------------------------------------------------
@@ -167,10 +175,9 @@ def test_priority_comes_before_the_number_of_evictions() -> None:
 
 
 def test_the_cap_lowers_the_most_evictions_of_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    import strata_lab.scheduler as scheduler_module
 
     def most_evictions(cap: int) -> int:
-        monkeypatch.setattr(scheduler_module, "MAX_EVICTIONS", cap)
+        monkeypatch.setattr(roster_module, "MAX_EVICTIONS", cap)
         monkeypatch.setattr(scheduler_module, "GROWTH_BLOCKS", 0)  # evicts the most
         worst = 0
         for seed in range(4):
@@ -296,6 +303,94 @@ def test_a_request_that_is_computed_beside_the_steps_keeps_its_blocks_until_it_h
     scheduler.release(held)
     scheduler.commit(held)
     assert (scheduler.blocks.num_used, scheduler.has_work) == (0, False)
+
+
+# -- urgent prompts ---------------------------------------------------------------------------------------------------
+
+
+def busy(prefill: PrefillPolicy, order: QueueOrder) -> tuple[Scheduler, FakeModel]:
+    """Two that decode and a long prompt that has begun, all of no priority."""
+    scheduler, model = make(200, 4, max_num_batched_tokens=40, prefill=prefill, order=order)
+    for name in ("a", "b"):
+        scheduler.add(request(name, prompt=4, max_tokens=60))
+    model.step()
+    scheduler.add(request("long", prompt=150, max_tokens=4))
+    while not scheduler.running[-1].num_computed_tokens or len(scheduler.running) < 3:
+        model.step()
+    return scheduler, model
+
+
+@pytest.mark.parametrize("prefill", [MixedPrefill(), SplitPrefill(8), SplitPrefill(8, decode_steps=3)], ids=str)
+def test_an_urgent_prompt_takes_the_next_step_whole_and_no_lower_prompt_makes_it_longer(prefill: PrefillPolicy) -> None:
+    scheduler, model = busy(prefill, HighestPriorityFirst())
+    scheduler.add(request("now", prompt=30, max_tokens=4, priority=1))
+    step = model.step()
+    assert ("now", 0, 30) in slices(step)
+    assert "long" not in names(step.items)
+    assert [n for n in names(step.items) if n != "now"] == (["a", "b"] if isinstance(prefill, MixedPrefill) else [])
+    assert "long" in {n for _ in range(8) for n in names(model.step().items)}, "then the others go on"
+    model.drain()
+
+
+def test_an_urgent_prompt_longer_than_a_step_goes_on_until_it_is_computed() -> None:
+    scheduler, model = busy(SplitPrefill(8), HighestPriorityFirst())
+    scheduler.add(request("now", prompt=100, max_tokens=4, priority=1))
+    assert [slices(model.step()) for _ in range(3)] == [[("now", 0, 40)], [("now", 40, 40)], [("now", 80, 20)]]
+    model.drain()
+
+
+@pytest.mark.parametrize(
+    ("order", "priority"), [(FirstComeFirstServed(), 1), (HighestPriorityFirst(), 0)], ids=["fcfs", "equal"]
+)
+def test_a_prompt_that_outranks_nobody_waits_for_its_turn(order: QueueOrder, priority: int) -> None:
+    scheduler, model = busy(SplitPrefill(8), order)
+    scheduler.add(request("next", prompt=6, max_tokens=4, priority=priority))
+    steps = [model.step() for _ in range(4)]
+    assert all(s.num_prefill_tokens <= 8 for s in steps)
+    assert any(s.num_decode_tokens for s in steps[:2])
+    model.drain()
+
+
+def test_an_urgent_request_that_cannot_start_yet_does_not_hold_the_prompts_of_others() -> None:
+    """It outranks those who decode, but one of its own priority holds the blocks that it needs."""
+    scheduler, model = make(24, 4, max_num_batched_tokens=40, prefill=SplitPrefill(8), order=HighestPriorityFirst())
+    scheduler.add(request("peer", prompt=40, max_tokens=20, priority=1))
+    model.step()
+    scheduler.add(request("a", prompt=4, max_tokens=20))
+    while not scheduler.running[-1].num_output_tokens:
+        model.step()
+    scheduler.finish(scheduler.running[0], "abort")
+    scheduler.blocks.grow("someone", 40)
+    scheduler.add(request("low", prompt=16, max_tokens=2))
+    model.step()
+    scheduler.add(request("big", prompt=60, max_tokens=4, priority=1))
+    assert "low" in {n for _ in range(4) for n in names(model.step().items)}
+    scheduler.blocks.free("someone")
+    model.drain()
+    assert scheduler.blocks.num_used == 0
+
+
+def test_one_step_may_take_blocks_to_host_memory_and_bring_those_of_another_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler_module, "GROWTH_BLOCKS", 0)
+    scheduler, model = make(10, 4, order=HighestPriorityFirst(), preemption=SwapToHost(40))
+    first, second = request("first", 16, 20, priority=1), request("second", 14, 20, priority=1)
+    scheduler.add(first)
+    scheduler.add(second)
+    while second.state is not RequestState.PREEMPTED:
+        model.step()
+    low = Request("low", first.token_ids[:8], SamplingParams(max_tokens=12), priority=0, arrival_s=0.0)
+    assert scheduler.fork(first, low) > 0
+    model.step()
+    scheduler.configure(max_num_seqs=1)
+    scheduler.abort("first")
+    batch = model.step()
+    assert (names(batch.preempted), names(batch.items)) == (["low"], ["second"])
+    assert batch.swap_out
+    assert batch.swap_in
+    model.drain()
+    assert [r.output_token_ids for r in (low, second)] == [undisturbed(r, 256) for r in (low, second)]
 
 
 # -- overload ---------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from tests.test_scheduler_machine import SchedulerMachine
 SEEDS, ACTIONS = 24, 220
 WEIGHTS = {
     "add": 30, "step": 40, "fork": 14, "abort": 4, "abort_while": 2, "configure": 3, "held": 4, "swap": 1, "cache": 1,
-    "drop": 1, "pool": 1,
+    "drop": 1, "pool": 1, "move": 2,
 }  # fmt: skip
 
 
@@ -41,7 +41,7 @@ class Soak:
         r = self.random
         self.machine.start(
             num_blocks=r.randint(8, 14), budget=r.choice([4, 9, 20]), seats=r.randint(3, 6), growth=r.choice([0, 0, 1]),
-            cached=r.random() < 0.5, swap=r.choice([2, 7, 40, 40]),
+            cached=r.random() < 0.5, swap=r.choice([2, 7, 40, 40]), kept=r.choice([(), (), (), (), (2, 5), (0, 9)]),
         )  # fmt: skip
         self.machine.scheduler.configure(order=r.choice([FirstComeFirstServed, HighestPriorityFirst])())
 
@@ -83,6 +83,11 @@ class Soak:
             m.drop_the_prefixes()
         elif action == "pool":
             m.replace_pool(r.randint(7, 15), r.random() < 0.5)
+        elif action == "move":
+            before = m.scheduler.num_preemptions
+            m.move_into_another_pool(r.randint(7, 15), r.random() < 0.7)
+            self.seen["moved"] += sum(bool(m.scheduler.blocks.table(q.request_id)) for q in m.scheduler.running)
+            self.seen["evicted by a smaller pool"] += m.scheduler.num_preemptions - before
         m.host_memory_is_of_those_who_were_preempted()
         m.nothing_is_lost()
         m.texts_are_undisturbed()
@@ -91,6 +96,7 @@ class Soak:
         for _ in range(ACTIONS):
             self.act()
         scheduler = self.machine.scheduler
+        self.seen["windows"] += bool(scheduler.blocks.retention.setting)
         self.seen["evicted"] += scheduler.num_preemptions
         self.seen["recomputed"] += scheduler.num_recomputed_tokens
         self.seen["cached"] += scheduler.blocks.num_hit_tokens
@@ -104,7 +110,7 @@ def test_everything_meets_everything_and_nothing_is_wrong_or_lost(monkeypatch: p
 
     def counted(roster: Roster) -> tuple[Pairs, Pairs, Pairs]:
         copies, out, back = take_moves(roster)
-        seen.update(copies=len(copies), out=len(out), back=len(back), out_and_back=bool(out and back))
+        seen.update(copies=len(copies), out=len(out), back=len(back))
         return copies, out, back
 
     def counted_save(host: SwapToHost, request_id: str, blocks: list[int], num_tokens: int, block_size: int) -> int:
@@ -117,7 +123,7 @@ def test_everything_meets_everything_and_nothing_is_wrong_or_lost(monkeypatch: p
     for seed in range(SEEDS):
         Soak(seed, seen).run()
     least = {
-        "evicted": 300, "out": 300, "back": 200, "out_and_back": 1, "part kept": 20, "copies": 60, "recomputed": 300,
-        "cached": 300, "finished": 300,
+        "evicted": 300, "out": 300, "back": 200, "part kept": 20, "copies": 60, "recomputed": 300,
+        "cached": 300, "finished": 300, "moved": 50, "evicted by a smaller pool": 10, "windows": 5,
     }  # fmt: skip
     assert all(seen[name] >= n for name, n in least.items()), seen

@@ -34,8 +34,11 @@ class Speculation(Protocol):
         """State ("none", "on" or "off") and the reason."""
         ...
 
-    def prepare(self, running: Sequence[Request]) -> None:
-        """Before a step is scheduled, without the loop's lock: guess for those that decode."""
+    def prepare(self, running: Callable[[], Sequence[Request]]) -> None:
+        """Before a step is scheduled, without the loop's lock: guess for those that decode.
+
+        `running` gives a copy of the list of all that run.
+        """
         ...
 
     def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float) -> Observed:
@@ -55,7 +58,7 @@ class NoSpeculation:
     status = ("none", "")
     runner = None
 
-    def prepare(self, running: Sequence[Request]) -> None:
+    def prepare(self, running: Callable[[], Sequence[Request]]) -> None:
         """Nothing to prepare."""
 
     def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float) -> Observed:
@@ -94,13 +97,13 @@ class Speculator:
         """The policy's state and reason."""
         return ("on", "") if self.policy is None else (self.policy.state, self.policy.reason)
 
-    def prepare(self, running: Sequence[Request]) -> None:
+    def prepare(self, running: Callable[[], Sequence[Request]]) -> None:
         """Guess for those that decode."""
         self._evidence = {}
         if self._skip:
             self._skip -= 1
             return
-        decoding = [request for request in running if request.is_decoding and _can_be_drafted_for(request)]
+        decoding = [request for request in running() if request.is_decoding and _can_be_drafted_for(request)]
         if not decoding or (self.policy is not None and self.policy.rests(len(decoding))):
             return
         started = self._clock_s()

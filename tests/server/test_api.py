@@ -225,3 +225,27 @@ def test_models_health_and_metrics_tell_what_is_there(server: Served) -> None:
 def test_a_request_keeps_the_name_it_came_with(server: Served) -> None:
     assert server.http.get("/health", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
     assert server.http.get("/health", headers={"X-Request-Id": "a" * 200}).headers["x-request-id"] != "a" * 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": CHAT}),
+        ("/generate", {"prompt": "x"}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_endpoint_passes_the_priority_on(
+    path: str, body: dict[str, Any], stream: bool, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow, seen = server.engine.follow, []
+
+    def watched(*args: Any, priority: int = 0, **options: Any) -> Any:
+        seen.append(priority)
+        return follow(*args, priority=priority, **options)
+
+    monkeypatch.setattr(server.engine, "follow", watched)
+    assert server.post(path, **body, **GREEDY, priority=7, stream=stream).status_code == 200
+    assert server.post(path, **body, **GREEDY, stream=stream).status_code == 200
+    assert seen == [7, 0]

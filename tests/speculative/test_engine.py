@@ -183,7 +183,7 @@ def test_a_text_bound_to_a_grammar_gets_no_drafts(folder, expected) -> None:
         engine.step()
         bound.grammar = object()
         free = engine._loop.session(str(prompts()[1])).request
-        engine._loop.parts.speculation.prepare([bound, free])
+        engine._loop.parts.speculation.prepare(lambda: [bound, free])
         assert (len(bound.draft_token_ids), len(free.draft_token_ids)) == (0, 4)
         bound.grammar = None
 
