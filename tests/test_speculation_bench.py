@@ -132,7 +132,7 @@ def test_bars_are_missed_by_any_text_that_is_slower_and_by_copies_that_gain_too_
     assert lines(record("edit", 1.25, copies=True))[0].startswith("MISSED")
     idle = lines(*good, record("code", 0.95, batch=16, drafted_steps=0.0))
     assert "code x16 without drafts 0.950" in idle[1]
-    assert idle[2].startswith("noise") and "0.95 to 0.95" in idle[2]
+    assert idle[2].startswith("beside") and "0.95 to 0.95" in idle[2]
 
 
 def test_loops_must_be_flagged_where_they_are_made_and_be_nowhere_else() -> None:

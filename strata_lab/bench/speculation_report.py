@@ -87,7 +87,8 @@ def verdict_lines(records: Sequence[Rec]) -> Iterator[str]:
         )
         idle = [r["metrics"]["net"] for r in nets if not r["metrics"]["drafted_steps"]]
         if idle:
-            yield f"noise    where no step had drafts ({len(idle)} of them): {min(idle):.2f} to {max(idle):.2f}"
+            found = f"{min(idle):.2f} to {max(idle):.2f}"
+            yield f"beside   where no step had drafts ({len(idle)} of them; what looking costs, and noise): {found}"
         loops = [r for r in nets if r["conditions"]["loops"]]
         flagged = sum(r["metrics"]["loops"] for r in loops)
         others = sum(r["metrics"]["loops"] for r in nets if not r["conditions"]["loops"])
