@@ -30,11 +30,15 @@ def engine(folder):
         yield made
 
 
-def record(name: str, net: float, *, loops: int = 0, batch: int = 1, copies: bool = False, made_to_loop: bool = False):
+def record(
+    name: str, net: float, *, loops: int = 0, batch: int = 1, copies: bool = False, made_to_loop: bool = False,
+    drafted_steps: float = 0.25,
+):  # fmt: skip
     conditions = {"drafter": "ngram", "workload": name, "batch": batch, "copies": copies, "loops": made_to_loop}
     metrics = {
         "net": net, "loops": loops, "texts": 4, "accepted_by_position": [3, 1], "drafted_by_position": [4, 4],
-        "plain_tok_s": 50.0, "output_tok_s": 50.0 * net, "tokens_per_step": 1.5, "drafted_steps": 0.25, "kinds": {},
+        "plain_tok_s": 50.0, "output_tok_s": 50.0 * net, "tokens_per_step": 1.5, "drafted_steps": drafted_steps,
+        "kinds": {},
     }  # fmt: skip
     environment = Environment({"cpu": "test", "threads": 1, "load_average": 0.0}, {"python": "3"}, "2026-01-01", "abc")
     return environment.record(
@@ -124,8 +128,11 @@ def test_bars_are_missed_by_any_text_that_is_slower_and_by_copies_that_gain_too_
     good = [record("edit", 1.4, copies=True), record("chat", 0.98)]
     assert [line.split()[0] for line in lines(*good)] == ["reached", "reached"]
     slow = lines(*good, record("prose", 0.96, batch=8))
-    assert slow[1].startswith("MISSED") and "prose/x8 0.960" in slow[1]
+    assert slow[1].startswith("MISSED") and "prose x8 0.960" in slow[1]
     assert lines(record("edit", 1.25, copies=True))[0].startswith("MISSED")
+    idle = lines(*good, record("code", 0.95, batch=16, drafted_steps=0.0))
+    assert "code x16 without drafts 0.950" in idle[1]
+    assert idle[2].startswith("beside") and "0.95 to 0.95" in idle[2]
 
 
 def test_loops_must_be_flagged_where_they_are_made_and_be_nowhere_else() -> None:

@@ -43,7 +43,7 @@ def text_table(records: Sequence[Rec]) -> Any:
 
     batches = sizes(records)
     table = Table(
-        title="tokens per second with drafts over those without; lowest to highest group", title_justify="left"
+        title="tokens per second with drafts over those without, median of groups of requests", title_justify="left"
     )
     table.add_column("text", no_wrap=True)
     for batch in batches:
@@ -67,9 +67,7 @@ def text_table(records: Sequence[Rec]) -> Any:
 def _cell(record: Rec | None) -> str:
     if record is None:
         return ""
-    s = record["spread"]
-    flag = " loop" if record["metrics"]["loops"] else ""
-    return f"{s['median']:.2f} ({s['min']:.2f}-{s['max']:.2f}){flag}"
+    return f"{record['metrics']['net']:.2f}{' loop' if record['metrics']['loops'] else ''}"
 
 
 def verdict_lines(records: Sequence[Rec]) -> Iterator[str]:
@@ -82,11 +80,15 @@ def verdict_lines(records: Sequence[Rec]) -> Iterator[str]:
             mean = math.prod(copying) ** (1 / len(copying))
             yield _verdict(f"texts that copy, alone: at least {COPIES[gpu]}", f"{mean:.2f}", mean >= COPIES[gpu])
         low = [r for r in nets if r["metrics"]["net"] < FLOOR]
-        names = ", ".join(f"{r['name'].split('/', 2)[2]} {r['metrics']['net']:.3f}" for r in low)
+        names = ", ".join(f"{_place(r)} {r['metrics']['net']:.3f}" for r in low)
         worst = min(r["metrics"]["net"] for r in nets)
         yield _verdict(
             f"nowhere below {FLOOR} ({len(nets)} of text and batch size)", names or f"lowest {worst:.3f}", not low
         )
+        idle = [r["metrics"]["net"] for r in nets if not r["metrics"]["drafted_steps"]]
+        if idle:
+            found = f"{min(idle):.2f} to {max(idle):.2f}"
+            yield f"beside   where no step had drafts ({len(idle)} of them; what looking costs, and noise): {found}"
         loops = [r for r in nets if r["conditions"]["loops"]]
         flagged = sum(r["metrics"]["loops"] for r in loops)
         others = sum(r["metrics"]["loops"] for r in nets if not r["conditions"]["loops"])
@@ -99,6 +101,12 @@ def verdict_lines(records: Sequence[Rec]) -> Iterator[str]:
     if checked:
         texts, different = (sum(r["metrics"][key] for r in checked) for key in ("texts", "different_texts"))
         yield _verdict("greedy texts are those without drafts", f"{texts - different} of {texts}", not different)
+
+
+def _place(record: Rec) -> str:
+    """Text and batch size, and whether anything was drafted there."""
+    drafted = "" if record["metrics"]["drafted_steps"] else " without drafts"
+    return f"{record['conditions']['workload']} x{record['conditions']['batch']}{drafted}"
 
 
 def _verdict(bar: str, found: str, reached: bool) -> str:
