@@ -71,6 +71,9 @@ def make_texts(
         output_tokens: of a text at most.
         seed: of the first text; the others count up.
         progress: called with what is being done and the fraction done.
+
+    Raises:
+        RequestError: the model takes none of many prompts in a row; RuntimeError: a step of it failed.
     """
     inbox, started = _Ended(), time.monotonic()
     waiting: dict[str, float] = {}
@@ -108,6 +111,8 @@ def make_texts(
                 event = inbox.events.get(timeout=PATIENCE_S)
             except queue.Empty:
                 continue
+            if event.finish_reason == "error":
+                raise RuntimeError(f"the target could not write: {event.error}")
             output = engine.output(event.request_id)
             engine.forget(event.request_id)
             made = before_loop(output.token_ids)
