@@ -24,7 +24,7 @@ TORCH_FREE = (
     "config", "request", "events", "apply", "explain", "stats", "block_manager", "prefix_cache", "batch", "admission",
     "waiting_queue", "capacity", "preemption", "roster", "scheduler", "snapshot",
     "draft_events", "speculative.window", "speculative.ngram", "speculative.policy", "speculative.speculator",
-    "speculative.base",
+    "speculative.base", "speculative.traffic", "speculative.train.settings",
 )  # fmt: skip
 # Packages the core may use; everything else that the project depends on must be imported lazily or outside the core.
 CORE_PACKAGES = {"torch", "triton", "transformers", "safetensors", "tokenizers", "numpy"}

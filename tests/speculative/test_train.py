@@ -55,8 +55,8 @@ def texts(count: int = 200, seed: int = 0) -> list[Text]:
     """Texts in which a token says which one follows."""
     generator = torch.Generator().manual_seed(seed)
     found = []
-    for start, length in torch.randint(2, 30, (count, 2), generator=generator).tolist():
-        ids = [(3 + 5 * start * (i + 1)) % VOCAB for i in range(length + 4)]
+    for start, step, length in torch.randint(2, 30, (count, 3), generator=generator).tolist():
+        ids = [(7 * start + step * (i + 1)) % VOCAB for i in range(length + 4)]
         found.append(Text(tuple(ids[:3]), tuple(ids[3:]), 0.0))
     return found
 

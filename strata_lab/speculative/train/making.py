@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strata_lab.events import TokenEvent
-from strata_lab.sampling_params import SamplingParams
+from strata_lab.sampling_params import RequestError, SamplingParams
 from strata_lab.speculative.loops import MIN_TOKENS, is_loop
 from strata_lab.speculative.traffic import Text, TrafficFile
 from strata_lab.speculative.train.prompts import Prompt
@@ -22,6 +22,7 @@ from strata_lab.speculative.train.prompts import Prompt
 GREEDY_SHARE = 0.4  # of the texts; the others are drawn
 TEMPERATURES = (0.6, 0.8, 1.0)  # of those, in turn
 TOP_K, TOP_P = 50, 0.98  # of those: few enough tokens that a device draws without its host
+MOST_REFUSED = 100  # prompts in a row that the model does not take, before that is an error
 PATIENCE_S = 0.2  # between two looks at the clock while nothing ends
 
 
@@ -70,6 +71,9 @@ def make_texts(
         output_tokens: of a text at most.
         seed: of the first text; the others count up.
         progress: called with what is being done and the fraction done.
+
+    Raises:
+        RequestError: the model takes none of many prompts in a row; RuntimeError: a step of it failed.
     """
     inbox, started = _Ended(), time.monotonic()
     waiting: dict[str, float] = {}
@@ -78,14 +82,24 @@ def make_texts(
     engine.start()
 
     def begin() -> None:
+        refused: RequestError | None = None
+        for _ in range(MOST_REFUSED):
+            try:
+                return ask()
+            except RequestError as error:  # longer than the model allows
+                refused = error
+        assert refused is not None
+        raise refused
+
+    def ask() -> None:
         nonlocal index
         temperature = _temperature(index)
         params = SamplingParams(
             temperature=temperature, top_k=TOP_K, top_p=TOP_P, max_tokens=output_tokens, seed=seed + index
         )
+        index += 1
         session = engine.follow(next(prompts), params, inbox)
         waiting[session.request.request_id] = temperature
-        index += 1
 
     try:
         while (num_tokens < tokens or waiting) and time.monotonic() - started < seconds:
@@ -97,6 +111,8 @@ def make_texts(
                 event = inbox.events.get(timeout=PATIENCE_S)
             except queue.Empty:
                 continue
+            if event.finish_reason == "error":
+                raise RuntimeError(f"the target could not write: {event.error}")
             output = engine.output(event.request_id)
             engine.forget(event.request_id)
             made = before_loop(output.token_ids)
