@@ -147,6 +147,6 @@ def mbu(step_bytes: float, step_s: float, bandwidth_bytes_s: float) -> float:
     return step_bytes / (step_s * bandwidth_bytes_s)
 
 
-def roofline_tok_s(step_bytes: float, bandwidth_bytes_s: float, batch: int = 1) -> float:
+def roofline_tok_s(step_bytes: float, bandwidth_bytes_s: float, batch: float = 1) -> float:
     """Most tokens per second, all streams together, if a step only read its bytes."""
     return batch * bandwidth_bytes_s / step_bytes

@@ -193,6 +193,7 @@ class Workbench(OpensDetails):
         max_tokens: int = 256,
         temperature: float = 0.7,
         chat: bool = True,
+        ignore_eos: bool = False,
     ) -> Run:
         """Send a prompt, as the Generate button does, and return at once; the text appears in the panel.
 
@@ -202,6 +203,7 @@ class Workbench(OpensDetails):
             max_tokens: most tokens per stream.
             temperature: 0 always takes the most likely token.
             chat: send it as a chat message, where the model has a template.
+            ignore_eos: go on to `max_tokens` whatever the model says.
 
         Raises:
             RequestError: the prompt or a number cannot be served; nothing of the call is left running.
@@ -211,7 +213,7 @@ class Workbench(OpensDetails):
             raise RequestError(f"streams={num_streams!r} must be a whole number from 1 to {MAX_LANES}; try 4")
         if not prompt.strip():
             raise RequestError("the prompt is empty; write something, for example 'Hello'")
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=ignore_eos)
         use_chat = chat and bool(getattr(engine.tokenizer, "chat_template", None))
         message = [{"role": "user", "content": prompt}] if use_chat else prompt
         batch = f"wb{next(_batches)}"
