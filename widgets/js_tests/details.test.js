@@ -9,6 +9,9 @@ import expertMap, { cellText as cellExpert, depth, layerText, layout as layoutEx
 import hardwareStrip from "../strata_widgets/hardware_strip/view.js";
 import qualityChart, { nearestPoint } from "../strata_widgets/quality_chart/view.js";
 import rooflineGauge, { shareText } from "../strata_widgets/roofline_gauge/view.js";
+import rateChart from "../strata_widgets/rate_chart/view.js";
+import stepTimeline from "../strata_widgets/step_timeline/view.js";
+import tokenStream from "../strata_widgets/token_stream/view.js";
 import loadPanel from "../strata_widgets/load_panel/view.js";
 
 let page;
@@ -198,4 +201,46 @@ test("without counts there is no map, only the reason", () => {
   page.paint();
   assert.equal(el.find((node) => node.tag === "figure").hidden, true);
   assert.match(el.textContent, /None: this model is dense\./);
+});
+
+test("a list of numbers is one Tab stop; arrow keys move in it, and news leave the focus where it is", () => {
+  const reading = (value) => ({ label: "power", value, unit: "W", tone: "", tip: "t" });
+  const model = new FakeModel({ readings: [reading("1"), reading("2"), reading("3")], note: "" });
+  const { el } = show(hardwareStrip, model);
+  page.paint();
+  const tiles = () => el.all((node) => node.classes.has("reading"));
+  const stops = () => tiles().map((node) => node.getAttribute("tabindex"));
+  assert.deepEqual(stops(), ["0", "-1", "-1"]);
+  const list = tiles()[0].parent;
+  tiles()[0].focus();
+  const press = (key) => list.fire("keydown", { key, target: document.activeElement });
+  assert.equal(press("ArrowRight"), true);
+  assert.deepEqual([stops(), document.activeElement], [["-1", "0", "-1"], tiles()[1]]);
+  assert.equal(press("b"), false);
+  press("End");
+  press("ArrowDown");
+  assert.equal(document.activeElement, tiles()[2]);
+  model.update({ readings: [reading("4"), reading("5"), reading("6")] });
+  page.paint();
+  assert.equal(document.activeElement, tiles()[2]);
+  assert.deepEqual(stops(), ["-1", "-1", "0"]);
+  model.update({ readings: [reading("7")] });
+  page.paint();
+  assert.deepEqual([stops(), document.activeElement], [["0"], tiles()[0]]);
+});
+
+test("every figure of a stream, of a step and of a change says where it comes from", () => {
+  const lane = { id: "a", title: "Stream", prompt: "", state: "generating", note: "", num_tokens: 3, rate: 2, color: 0, phase: "decoding", accepted: null };
+  const views = [
+    [tokenStream, { lanes: [lane], snapshot: [] }, "status", /time from first to last token/],
+    [stepTimeline, { causes: [], history: empty(), note: "" }, "whole", /StepEvent\.duration_ms/],
+    [rateChart, { numbers: [], values: [], markers: [], history: empty() }, "s-readout", /before it/],
+  ];
+  for (const [view, state, name, formula] of views) {
+    const { el } = show(view, new FakeModel(state));
+    page.paint();
+    const number = byClass(el, name);
+    assert.ok(number.classes.has("s-tipped") && number.getAttribute("tabindex") === "0", name);
+    assert.match(byClass(number, "s-tip").textContent, formula);
+  }
 });
