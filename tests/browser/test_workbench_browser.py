@@ -235,8 +235,8 @@ def test_a_panel_opens_and_closes_at_a_click_and_every_number_names_its_formula(
     tips = panel.root.locator(".s-tip").evaluate_all("tips => tips.map(tip => tip.textContent.trim())")
     assert all(tips)
     numbers = panel.root.locator(
-        ".cause, .strata-roofline-gauge :is(li, .head), .s-facts li, .tile, .fact, .column, .reading, .place, .lane.s-tipped, "
-        "header .status, .whole, .strata-rate-chart .s-readout"
+        ".cause, .strata-roofline-gauge :is(li, .head), .s-facts li, .tile, .fact, .column, .reading, .place, "
+        ".lane.s-tipped, header .status, .whole, .strata-rate-chart .s-readout"
     )
     assert numbers.evaluate_all(WITHOUT_FORMULA) == []
     chip.click()
