@@ -125,8 +125,8 @@ def first_token_s() -> float:
     return took_s
 
 
-def measure(model: str, rounds: int, switches: int) -> list[Record]:
-    """Records of the speeds, of the switches and of the start."""
+def measure_page(model: str, rounds: int, switches: int) -> list[Record]:
+    """Records of the speeds and of the switches."""
     environment = Environment.now()
     found: dict[str, list[float]] = {"headless": [], "pump": [], "page": []}
     cells = [MAKES_ENGINE.format(model=model), SHOWS_PAGE]
@@ -142,16 +142,28 @@ def measure(model: str, rounds: int, switches: int) -> list[Record]:
                 lab.open("cost.ipynb")
                 if i < rounds:  # without a page last, as first
                     found["page"].append(looked_at(lab))
+            settings = json.loads(lab.ask("import json; print(json.dumps(engine.optimizations.as_dict()))"))
             looked_at(lab)
             times = effects(lab, switches)
-            settings = json.loads(lab.ask("import json; print(json.dumps(engine.optimizations.as_dict()))"))
             lab.ask("wb.close(); engine.close()")
     conditions = {"model": model, "load": LOAD, "toggles": settings}
-    return [
-        *(_share(environment, conditions, found, side) for side in ("pump", "page")),
-        _switching(environment, conditions, times),
-        _starting(environment, conditions, first_token_s()),
-    ]
+    speeds = [_share(environment, conditions, found, side) for side in ("pump", "page")]
+    return [*speeds, _switching(environment, conditions, times)]
+
+
+def measure_start(model: str) -> Record:
+    """The record of the start."""
+    environment = Environment.now()
+    took_s = first_token_s()
+    return environment.record(
+        "page_cost/start",
+        script=SCRIPT,
+        conditions={"model": model, "load": "notebooks/00_workbench.ipynb"},
+        metrics={"first_token_s": took_s},
+        spread=Spread.of([took_s]),
+        note="from `make lab` (installed, model and kernels in their caches) to the first text on the page, Run All "
+        "pressed as soon as the kernel is there",
+    )
 
 
 def shares(headless: Sequence[float], other: Sequence[float]) -> list[float]:
@@ -189,31 +201,24 @@ def _switching(environment: Environment, conditions: Any, times: list[float]) ->
     )
 
 
-def _starting(environment: Environment, conditions: Any, took_s: float) -> Record:
-    return environment.record(
-        "page_cost/start",
-        script=SCRIPT,
-        conditions={**conditions, "load": "notebooks/00_workbench.ipynb"},
-        metrics={"first_token_s": took_s},
-        spread=Spread.of([took_s]),
-        note="from `make lab` (installed, model and kernels in their caches) to the first text on the page, Run All "
-        "pressed as soon as the kernel is there",
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 2 where there is no browser."""
     parser = argparse.ArgumentParser(prog=SCRIPT, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="anything the engine loads")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="runs with the page open")
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, help="runs with the page open; 0 measures the start alone"
+    )
     parser.add_argument("--switches", type=int, default=SWITCHES, help="clicks that are timed")
+    parser.add_argument("--no-start", action="store_true", help="leave out the start, which runs `make lab`")
     parser.add_argument("--name", default="page_cost_cpu", help="results file")
     parser.add_argument("--results", help="folder of the results file (default: docs/results)")
     options = parser.parse_args(arguments)
     if reason := why_no_browser():
         sys.stderr.write(f"the page cannot be opened: {reason}\n")
         return 2
-    records = measure(options.model, options.rounds, options.switches)
+    records = measure_page(options.model, options.rounds, options.switches) if options.rounds else []
+    if not options.no_start:
+        records.append(measure_start(DEFAULT_MODEL))
     for record in records:
         figures = ", ".join(f"{name} {value:.4g}" for name, value in record.metrics.items())
         sys.stdout.write(f"{record.name:20} {figures}\n")
