@@ -29,6 +29,11 @@ class ExpertsDetail:
         self._known: tuple[int, ...] | None = None  # counts as read last
         self._base: tuple[int, ...] | None = None  # counts when counting began for this panel
 
+    def begin(self, event: ExpertEvent | None) -> None:
+        """Counting has begun in the engine, which may have counted before for somebody else."""
+        if self._base is None and event is not None:
+            self._base = event.counts
+
     def restart(self) -> None:
         """Begin to count anew."""
         self._base, self._known = self._known, None

@@ -41,5 +41,6 @@ class OpensDetails(SettingChanges):
             return
         try:
             engine.watch_experts(self.panels.details.is_open(self.panels.experts.name))
+            self.panels.experts.begin(engine.experts())
         except Exception as error:  # shown in the panel: there is no one to raise it to
             self.panels.experts.say(f"The experts cannot be counted: {error}")
