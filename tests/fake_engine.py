@@ -99,6 +99,10 @@ class FakeEngine:
             request.finish_reason = request.finish_reason or "abort"
             return running
 
+    def forget(self, request_id: str) -> None:
+        with self._lock:
+            self.requests.pop(request_id, None)
+
     def output(self, request_id: str) -> RequestOutput:
         r = self.requests[request_id]
         return RequestOutput(request_id, "", (1,), r.text, tuple(range(r.num_tokens)), r.finish_reason)

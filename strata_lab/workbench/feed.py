@@ -88,7 +88,11 @@ class Feed:
         """Send new requests and show them; when `send` raises, what is on screen stays."""
         with self._lock:  # no event is read meanwhile, so no token comes before its lane
             send()
+            before = self._lanes.shown
             self._lanes.open(lanes)
+            for lane in before:  # its text stays with whoever holds the lane; the engine need not keep it as well
+                if lane.sent_s is not None and lane not in self._lanes.shown:
+                    self.engine.forget(lane.request_id)
             self._quiet = False
             if self.recorder is not None:
                 for lane in lanes:
