@@ -1,11 +1,23 @@
-"""What decode steps have read lately: the one sum behind the gauge of the workbench and the metric of the server."""
+"""What decode steps have read lately: the one sum behind the gauge of the workbench and the metric of the server.
+
+It loads no torch, so that a page can be shown before it is there.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 
 from strata_lab.events import StepEvent
-from strata_lab.telemetry.roofline import mbu
+
+
+def mbu(step_bytes: float, step_s: float, bandwidth_bytes_s: float) -> float:
+    """Achieved over measured bandwidth; 1.0 is the roofline."""
+    return step_bytes / (step_s * bandwidth_bytes_s)
+
+
+def roofline_tok_s(step_bytes: float, bandwidth_bytes_s: float, batch: float = 1) -> float:
+    """Most tokens per second, all streams together, if a step only read its bytes."""
+    return batch * bandwidth_bytes_s / step_bytes
 
 
 class DecodeReads:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strata_lab.events import StepEvent
-from strata_lab.telemetry.achieved import DecodeReads
-from strata_lab.telemetry.roofline import roofline_tok_s
+from strata_lab.telemetry.achieved import DecodeReads, roofline_tok_s
 
 WINDOW_S = 1.0  # what the gauge looks back over
 _SPLIT = (
