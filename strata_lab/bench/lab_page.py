@@ -241,8 +241,9 @@ def browser_page(width: int = 1500, height: int = 1100, scale: float = 1.0) -> I
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_path(), headless=True, args=list(FLAGS))
         try:
-            size = {"width": width, "height": height}
-            page = browser.new_context(viewport=size, device_scale_factor=scale).new_page()
+            page = browser.new_context(
+                viewport={"width": width, "height": height}, device_scale_factor=scale
+            ).new_page()
             page.set_default_timeout(30_000)
             yield page
         finally:

@@ -230,7 +230,8 @@ def test_choices_are_counted_as_they_are_made_and_padding_is_not(tokens: int, de
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_a_block_tells_its_choices_to_whoever_counts(tokens: int, device: torch.device) -> None:
     w, x, tally = _weights("fp8", 32, 16, device), torch.randn(tokens, 32, device=device), Tally()
-    tally.row, tally.slots = torch.zeros(EXPERTS, dtype=torch.int64, device=device), torch.zeros(tokens, device=device)
+    whole = {"dtype": torch.int64, "device": device}
+    tally.row, tally.slots = torch.zeros(EXPERTS, **whole), torch.zeros(tokens, **whole)
     assert torch.equal(_block(x, w, tally=tally), _block(x, w))
     h = torch.nn.functional.rms_norm(x, (32,), w["norm_weight"], EPS)
     ids = _exact_route(h, w["router"], TOP_K, True)[1]
