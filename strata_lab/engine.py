@@ -21,10 +21,10 @@ from strata_lab.config import DEFAULT_MODEL, EngineConfig, Optimizations, engine
 from strata_lab.desk import EngineClosedError
 from strata_lab.engine_loop import EngineLoop
 from strata_lab.events import EventLog, ProgressEvent, StateEvent, StepEvent, TokenEvent
+from strata_lab.expert_counts import WatchesExperts
 from strata_lab.intake import Intake, Prompt
 from strata_lab.kernels import bind
 from strata_lab.live_settings import ChangesSettings
-from strata_lab.op_swap import SwapsOps
 from strata_lab.request import RequestOutput, check_token_ids
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.scheduler import Scheduler
@@ -38,7 +38,7 @@ __all__ = ["EngineClosedError", "EngineStats", "LLMEngine"]
 _open_engines: weakref.WeakSet[LLMEngine] = weakref.WeakSet()
 
 
-class LLMEngine(ChangesSettings, SwapsOps):
+class LLMEngine(ChangesSettings, WatchesExperts):
     """A model, its KV cache and the loop that serves it.
 
     Example:

@@ -62,7 +62,7 @@ class FakeEngine:
         self.events = EventLog()
         self.optimizations = Optimizations(weight_format="int8", kv_cache_dtype="fp32", max_model_len=2048)
         self.config = SimpleNamespace(model=self.model, block_size=16)
-        self.model_config = SimpleNamespace(vocab_size=1000)
+        self.model_config = SimpleNamespace(vocab_size=1000, num_experts=0)
         self.tokenizer = SimpleNamespace(chat_template="{{ messages }}", encode=_encode)
         self.device, self.fallbacks, self.closed = "cpu", (), False
         self.requests: dict[str, FakeRequest] = {}
@@ -98,6 +98,10 @@ class FakeEngine:
             running = request.finish_reason is None
             request.finish_reason = request.finish_reason or "abort"
             return running
+
+    def forget(self, request_id: str) -> None:
+        with self._lock:
+            self.requests.pop(request_id, None)
 
     def output(self, request_id: str) -> RequestOutput:
         r = self.requests[request_id]
@@ -141,6 +145,9 @@ class FakeEngine:
                 for i, r in enumerate(running)
             )
             return StateEvent(time.perf_counter(), views, 512, 16, ())
+
+    def experts(self) -> None:
+        return None
 
     # -- the made-up model --------------------------------------------------------------------------------------
 

@@ -23,7 +23,8 @@ WIDGETS = ROOT / "widgets" / "strata_widgets"
 TORCH_FREE = (
     "config", "request", "events", "apply", "explain", "stats", "block_manager", "prefix_cache", "batch", "admission",
     "waiting_queue", "capacity", "preemption", "roster", "scheduler", "snapshot",
-    "draft_events", "speculative.window", "speculative.ngram", "speculative.policy", "speculative.speculator",
+    "draft_events", "expert_events", "telemetry.achieved", "workbench.session",
+    "speculative.window", "speculative.ngram", "speculative.policy", "speculative.speculator",
     "speculative.base", "speculative.traffic", "speculative.train.settings",
 )  # fmt: skip
 # Packages the core may use; everything else that the project depends on must be imported lazily or outside the core.

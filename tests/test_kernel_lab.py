@@ -11,7 +11,8 @@ from torch import Tensor
 from strata_lab import kernel_lab
 from strata_lab.engine import LLMEngine
 from strata_lab.events import SettingEvent
-from strata_lab.kernel_lab import spec_of
+from strata_lab.kernel_lab import judge, spec_of
+from strata_lab.kernels import OPERATORS
 from strata_lab.kernels.rms_norm import rms_norm_ref
 from strata_lab.sampling_params import SamplingParams
 from tests.checkpoints import write_checkpoint
@@ -126,3 +127,56 @@ def test_a_function_that_fails_later_ends_its_requests_and_gives_way(engine: LLM
 def test_an_unknown_operator_is_named(engine: LLMEngine) -> None:
     with pytest.raises(ValueError, match="rms_norm"):
         engine.swap_op("rmsnorm", by_hand)
+
+
+# -- every operator --------------------------------------------------------------------------------------------------
+
+
+def off_by_a_percent(fn: Any) -> Any:
+    """The same function, but for its first number: of the result, or of the first cache that it writes."""
+
+    def wrong(**inputs: Any) -> Any:
+        returned = fn(**inputs)
+        first = returned[0] if isinstance(returned, tuple) else returned
+        if first is None:
+            first = next(x for name, x in inputs.items() if name.endswith("_cache"))
+        first.view(-1)[0] = first.view(-1)[0] * 1.01 + 0.5
+        return returned
+
+    return wrong
+
+
+@pytest.mark.parametrize("op", list(OPERATORS))
+def test_of_every_operator_the_reference_is_accepted_and_one_wrong_number_is_found(op: str) -> None:
+    spec, cpu = spec_of(op), torch.device("cpu")
+    accepted = judge(op, spec.ref, spec.ref, cpu, torch.float32, True)
+    assert accepted.ok and accepted.bytes_moved > 0 < accepted.us, accepted
+    refused = judge(op, off_by_a_percent(spec.ref), spec.ref, cpu, torch.float32, True)
+    assert refused.status == "refused" and refused.difference is not None, refused
+    assert set(refused.difference.index) == {0} and refused.difference.case in refused.reason
+
+
+def silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def plus(x: Tensor, y: Tensor) -> Tensor:
+    return torch.stack([x, y]).sum(0)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return x * torch.cat([cos, cos], -1)[:, None] + turned * torch.cat([sin, sin], -1)[:, None]
+
+
+@pytest.mark.parametrize(("op", "fn"), [("silu_mul", silu_times), ("add", plus), ("rope", rotated)])
+def test_other_operators_written_by_hand_run_in_the_engine_and_change_no_token(
+    engine: LLMEngine, op: str, fn: Any
+) -> None:
+    before = tokens(engine)
+    report = engine.swap_op(op, fn)
+    assert report.status == "applied" and report.calls_per_step > 0, report
+    assert tokens(engine) == before
+    assert engine.swap_op(op, lambda *args, **kwargs: fn(*args, **kwargs) * 1.1).status == "refused"
+    assert engine.swapped_ops == {op: fn}, "what kept its contract goes on"

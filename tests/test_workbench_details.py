@@ -22,6 +22,7 @@ from strata_lab.events import (
     StepEvent,
     TokenEvent,
 )
+from strata_lab.sampling_params import SamplingParams
 from strata_lab.workbench import Workbench
 from strata_lab.workbench.causes import Ceiling, RooflineMeter, cause_data, split_step
 from strata_lab.workbench.details import Context
@@ -315,6 +316,18 @@ def test_a_closed_panel_gets_nothing_and_an_opened_one_is_filled(bench: Workbenc
     with pytest.raises(ValueError, match="there are causes, blocks"):
         bench.open("nothing")
     bench.stop()
+
+
+def test_the_engine_keeps_no_output_of_a_request_that_left_the_screen(bench: Workbench, engine: FakeEngine) -> None:
+    engine.add_request("Somebody else's.", SamplingParams(max_tokens=1), request_id="theirs")
+    runs = [bench.generate("Hello", num_streams=2, max_tokens=3)]
+    for _ in range(3):
+        assert runs[-1].wait(PATIENCE_S)
+        runs.append(bench.generate("Hello again", num_streams=2, max_tokens=3))
+    assert runs[-1].wait(PATIENCE_S)
+    shown = {lane.request_id for lane in runs[-1].lanes}
+    assert set(engine.requests) == {"theirs", *shown}
+    assert [run.num_tokens for run in runs] == [6] * 4 and all(run.texts[0] for run in runs)
 
 
 def test_lanes_tell_phase_and_acceptance(bench: Workbench, engine: FakeEngine) -> None:

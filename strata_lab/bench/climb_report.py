@@ -231,10 +231,15 @@ def _cold(r: Rec) -> str:
 
 
 def _table(rows: Sequence[Rec]) -> str:
-    heads = _heads(rows)
+    """A row per record, its note in a row of its own: as a column it would push the figures off the page."""
+    heads = [h for h in _heads(rows) if h != "note"]
     head = "".join(f"<th>{escape(h)}</th>" for h in heads)
-    body = "".join("<tr>" + "".join(f"<td>{escape(_cell(r, h))}</td>" for h in heads) + "</tr>" for r in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    body = ""
+    for r in rows:
+        body += "<tr>" + "".join(f"<td>{escape(_cell(r, h))}</td>" for h in heads) + "</tr>"
+        if note := _cell(r, "note"):
+            body += f"<tr class=note><td colspan={len(heads)}>{escape(note)}</td></tr>"
+    return f"<table class=figures><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 # -- cells, shared by text and page -----------------------------------------------------------------------------

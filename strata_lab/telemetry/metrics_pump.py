@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_left
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from strata_lab.events import Event, RequestEvent, SettingEvent, StepEvent
+from strata_lab.telemetry.achieved import DecodeReads
 from strata_lab.telemetry.bandwidth import known_ceiling
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class MetricsPump:
         self._gone = threading.Event()
         weakref.finalize(engine, self._gone.set)
         self._last_s: dict[str, float] = {}  # request to the time of its latest token
-        self._decodes: deque[tuple[float, float, int]] = deque()  # end (s), duration (s), bytes of recent decode steps
+        self._reads = DecodeReads(MBU_WINDOW_S)
         self._step_s: defaultdict[str, float] = defaultdict(float)
         self._steps, self._changes = Counter[str](), Counter[str]()
         self._ttft, self._itl, self._tpot, self._e2e, self._step = map(Histogram, (TTFT_S, ITL_S, ITL_S, E2E_S, ITL_S))
@@ -154,7 +155,7 @@ class MetricsPump:
                     ("strata:step_duration_seconds", "Wall time of a step.", self._step),
                 ],
                 step_s=dict(self._step_s), steps=dict(self._steps), changes=dict(self._changes),
-                bytes_moved=self._bytes, lost=self._lost, mbu=self._mbu(),
+                bytes_moved=self._bytes, lost=self._lost, mbu=self._reads.mbu(self._bandwidth_bytes_s),
             )  # fmt: skip
 
     def _take(self, event: Event) -> None:
@@ -181,10 +182,7 @@ class MetricsPump:
         self._step.add(step.duration_ms / 1e3)
         self._batch.add(step.num_prefill_tokens + step.num_decode_tokens)
         self._bytes += step.bytes_moved
-        if kind == "decode":
-            self._decodes.append((step.t_s, step.duration_ms / 1e3, step.bytes_moved))
-        while self._decodes and self._decodes[0][0] < step.t_s - MBU_WINDOW_S:
-            self._decodes.popleft()
+        self._reads.feed(step)
 
     def _take_end(self, end: RequestEvent) -> None:
         self._last_s.pop(end.request_id, None)
@@ -195,12 +193,6 @@ class MetricsPump:
             self._ttft.add(end.ttft_ms / 1e3)
             if end.num_output_tokens > 1:
                 self._tpot.add((end.e2e_ms - end.ttft_ms) / 1e3 / (end.num_output_tokens - 1))
-
-    def _mbu(self) -> float | None:
-        if self._bandwidth_bytes_s is None or not self._decodes:
-            return None
-        seconds, nbytes = sum(s for _, s, _ in self._decodes), sum(n for _, _, n in self._decodes)
-        return nbytes / (seconds * self._bandwidth_bytes_s) if seconds else None
 
 
 def _bandwidth(engine: LLMEngine) -> float | None:

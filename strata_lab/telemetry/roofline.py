@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from strata_lab.model_config import ModelConfig
 from strata_lab.quant import head_format
 from strata_lab.settings import ConfigError
+from strata_lab.telemetry.achieved import mbu as mbu
+from strata_lab.telemetry.achieved import roofline_tok_s as roofline_tok_s
 
 GROUP = 32  # columns that share a scale in int8 and int4
 NORM_BYTES = 4  # norms are kept in float32
@@ -140,13 +142,3 @@ def forecast(
 def _mlp_bytes(hidden: int, intermediate: int, weight_format: str, granularity: str | None) -> int:
     wide = linear_bytes(2 * intermediate, hidden, weight_format, granularity)
     return wide + linear_bytes(hidden, intermediate, weight_format, granularity)
-
-
-def mbu(step_bytes: float, step_s: float, bandwidth_bytes_s: float) -> float:
-    """Achieved over measured bandwidth; 1.0 is the roofline."""
-    return step_bytes / (step_s * bandwidth_bytes_s)
-
-
-def roofline_tok_s(step_bytes: float, bandwidth_bytes_s: float, batch: int = 1) -> float:
-    """Most tokens per second, all streams together, if a step only read its bytes."""
-    return batch * bandwidth_bytes_s / step_bytes

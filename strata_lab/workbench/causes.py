@@ -7,11 +7,11 @@ launches, arithmetic and whatever reading does not hide. Nothing is split where 
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 from strata_lab.events import StepEvent
+from strata_lab.telemetry.achieved import DecodeReads, roofline_tok_s
 
 WINDOW_S = 1.0  # what the gauge looks back over
 _SPLIT = (
@@ -69,34 +69,21 @@ class RooflineMeter:
     """Bytes per second of the decode steps of the last second."""
 
     def __init__(self) -> None:
-        self._steps: deque[StepEvent] = deque()
-
-    def feed(self, step: StepEvent) -> None:
-        """Take in a step; one with prompt tokens is bound by arithmetic and left out."""
-        if step.num_decode_tokens and not step.num_prefill_tokens:
-            self._steps.append(step)
-        while self._steps and self._steps[0].t_s < step.t_s - WINDOW_S:
-            self._steps.popleft()
-
-    def forget(self) -> None:
-        """Begin anew, because a setting has changed what a step reads."""
-        self._steps.clear()
+        self._reads = DecodeReads(WINDOW_S)
+        self.feed, self.forget = self._reads.feed, self._reads.forget
 
     def reading(self, ceiling: Ceiling) -> dict[str, Any]:
         """What `RooflineGauge` takes: `share` and `values`, in the order of `GAUGE_NUMBERS`."""
-        seconds = sum(step.duration_ms for step in self._steps) / 1e3
+        reads, seconds = self._reads, self._reads.seconds
+        limit = None if ceiling.bytes_s is None else ceiling.bytes_s / 1e9
         if not seconds:
-            limit = None if ceiling.bytes_s is None else ceiling.bytes_s / 1e9
             return {"share": None, "values": [None, limit, None, None]}
-        nbytes = sum(step.bytes_moved for step in self._steps)
-        per_step = nbytes / len(self._steps)
-        achieved = nbytes / seconds
-        if ceiling.bytes_s is None:
-            return {"share": None, "values": [achieved / 1e9, None, per_step / 1e6, None]}
-        tokens = sum(step.num_decode_tokens for step in self._steps) / len(self._steps)
-        limit_tok_s = tokens * ceiling.bytes_s / per_step
-        values = [achieved / 1e9, ceiling.bytes_s / 1e9, per_step / 1e6, limit_tok_s]
-        return {"share": achieved / ceiling.bytes_s, "values": values}
+        nbytes, steps = reads.nbytes, reads.num_steps
+        limit_tok_s = None
+        if ceiling.bytes_s is not None:
+            limit_tok_s = roofline_tok_s(nbytes / steps, ceiling.bytes_s, reads.num_tokens / steps)
+        values = [nbytes / seconds / 1e9, limit, nbytes / steps / 1e6, limit_tok_s]
+        return {"share": reads.mbu(ceiling.bytes_s), "values": values}
 
 
 SHARE_TIP = (

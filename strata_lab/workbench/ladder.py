@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from strata_lab.workbench.meter import WINDOW_S, Sample
 
 MIN_SECONDS = 2  # before a column is shown
 MAX_STAGES = 8
+KEPT_SECONDS = 600  # of a stage and a number of streams; a page may stay open for days
 SETTLE_S = WINDOW_S + 0.2  # after a change, until a sample is all its own
 CLAIMS = [{"label": label, "detail": f"{label} {sub}".strip(), "value": value} for value, label, sub in ARTICLE_CLIMB]
 CLAIMS_NOTE = f"Claimed for another model on an {ARTICLE_HARDWARE}. Nothing of it was measured here: compare ratios."
@@ -29,11 +31,11 @@ class Stage:
 
     Attributes:
         label: the change that led to it.
-        seconds: number of streams to the tok/s per stream of each clean second.
+        seconds: number of streams to the tok/s per stream of each clean second, the latest `KEPT_SECONDS`.
     """
 
     label: str
-    seconds: dict[int, list[float]] = field(default_factory=dict)
+    seconds: dict[int, deque[float]] = field(default_factory=dict)
 
 
 class Ladder:
@@ -69,12 +71,12 @@ class Ladder:
             return False
         self._next_s = sample.t_s + WINDOW_S
         self._shown = self._streams
-        self._now.seconds.setdefault(self._streams, []).append(sample.tok_s_per_stream)
+        self._now.seconds.setdefault(self._streams, deque(maxlen=KEPT_SECONDS)).append(sample.tok_s_per_stream)
         return True
 
     def data(self) -> dict[str, Any]:
         """What `ClimbChart` takes: stages with as many streams as ran last, and how they were measured."""
-        found = [(stage, stage.seconds.get(self._shown, [])) for stage in self.stages.values()]
+        found = [(stage, stage.seconds.get(self._shown, ())) for stage in self.stages.values()]
         shown = [(stage, rates) for stage, rates in found if len(rates) >= MIN_SECONDS][-MAX_STAGES:]
         medians = [statistics.median(rates) for _, rates in shown]
         stages = [

@@ -18,11 +18,11 @@ from typing import Any
 from strata_lab.config import DEFAULT_MODEL, engine_config
 from strata_lab.sampling_params import RequestError, SamplingParams
 from strata_lab.telemetry import bandwidth
-from strata_lab.workbench.changes import SettingChanges
 from strata_lab.workbench.feed import Feed
 from strata_lab.workbench.ladder import stages_of
 from strata_lab.workbench.lanes import MAX_LANES, Lane, Run
 from strata_lab.workbench.loads import label, load_requests, send
+from strata_lab.workbench.opening import OpensDetails
 from strata_lab.workbench.panels import Panels
 from strata_lab.workbench.recording import Recorder, Replay
 
@@ -37,7 +37,7 @@ def _load_engine(model: str, options: dict[str, Any], on_progress: Callable[[str
     return LLMEngine(model, on_progress=on_progress, **options)
 
 
-class Workbench(SettingChanges):
+class Workbench(OpensDetails):
     """A page for an engine: toggles, prompt, streamed text, live speed, the climb, and panels that say why.
 
     Args:
@@ -141,7 +141,9 @@ class Workbench(SettingChanges):
             self.panels.toggles.push(enabled=enabled)
             self.panels.prompt.push(enabled=enabled, can_chat=can_chat)
             self.panels.loads.push(enabled=enabled)
+            self.panels.offer_experts(engine.model_config.num_experts)
             self._feed.start()
+            self._queue(self._settings, self._watch_experts)
             self._ready.set()
 
     def close(self) -> None:
@@ -164,6 +166,8 @@ class Workbench(SettingChanges):
                 engine.close()
         for workers in (self._requests, self._settings):
             workers.shutdown(wait=True)
+        if engine is not None and not engine.closed and engine.model_config.num_experts:
+            engine.watch_experts(False)  # it outlives the panel; nothing that was queued switches it on again
         self._feed = None
         self._ready.set()
         self.panels.toggles.push(enabled=False, busy={})
@@ -189,6 +193,7 @@ class Workbench(SettingChanges):
         max_tokens: int = 256,
         temperature: float = 0.7,
         chat: bool = True,
+        ignore_eos: bool = False,
     ) -> Run:
         """Send a prompt, as the Generate button does, and return at once; the text appears in the panel.
 
@@ -198,6 +203,7 @@ class Workbench(SettingChanges):
             max_tokens: most tokens per stream.
             temperature: 0 always takes the most likely token.
             chat: send it as a chat message, where the model has a template.
+            ignore_eos: go on to `max_tokens` whatever the model says.
 
         Raises:
             RequestError: the prompt or a number cannot be served; nothing of the call is left running.
@@ -207,7 +213,7 @@ class Workbench(SettingChanges):
             raise RequestError(f"streams={num_streams!r} must be a whole number from 1 to {MAX_LANES}; try 4")
         if not prompt.strip():
             raise RequestError("the prompt is empty; write something, for example 'Hello'")
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=ignore_eos)
         use_chat = chat and bool(getattr(engine.tokenizer, "chat_template", None))
         message = [{"role": "user", "content": prompt}] if use_chat else prompt
         batch = f"wb{next(_batches)}"
@@ -259,24 +265,6 @@ class Workbench(SettingChanges):
         self.panels.loads.push(answer={"number": next(self._count), **answer})
 
     # -- panels -------------------------------------------------------------------------------------------------
-
-    def open(self, *names: str) -> None:
-        """Open panels of details: "causes", "blocks", "hardware", ... (`wb.panels.details.all`).
-
-        Raises:
-            ValueError: there is none of that name.
-        """
-        for name in names:
-            self.panels.details.set_open(name, True)
-
-    def fold(self, *names: str) -> None:
-        """Close panels of details; all without a name. A closed one gets no data and costs nothing."""
-        for name in names or self.panels.details.open_names:
-            self.panels.details.set_open(name, False)
-
-    def _open_asked(self, name: str, is_open: bool) -> None:
-        if name in self.panels.details.all:
-            self.panels.details.set_open(name, is_open)
 
     def show_climb(self, records: Any) -> None:
         """Show a measured climb in place of the live one: records of `strata climb`, or the path of their file.

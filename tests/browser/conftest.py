@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tests.browser.lab_page import LabPage, lab_page, why_no_browser
+from strata_lab.bench.lab_page import LabPage, lab_page, why_no_browser
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NOTEBOOK = "00_workbench.ipynb"

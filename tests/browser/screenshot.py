@@ -13,9 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import nbformat
-
-from tests.browser.lab_page import LabPage, lab_page, why_no_browser
+from strata_lab.bench.lab_page import LabPage, lab_page, why_no_browser, write_notebook
 
 WIDTH, HEIGHT = 1320, 1610
 CELL = 'from strata_lab.workbench import Workbench\n\nwb = Workbench("{model}")\nwb'
@@ -40,8 +38,8 @@ def take(lab: LabPage, path: Path, theme: str) -> None:
     page.get_by_label("Prompt", exact=True).fill(PROMPT)
     page.get_by_label("streams", exact=True).fill(str(NUM_STREAMS))
     page.get_by_label("max tokens", exact=True).fill(str(MAX_TOKENS))
-    page.get_by_label("chat template").uncheck()  # a bare text goes on for longer than an answer
-    page.get_by_role("button", name="Generate").click()
+    endless = f"num_streams={NUM_STREAMS}, max_tokens={MAX_TOKENS}, chat=False, ignore_eos=True"
+    assert lab.ask(f"run = wb.generate({PROMPT!r}, {endless})") == ""  # by code, so that no stream ends before its time
     page.locator(".large[data-state=generating] .text").wait_for(timeout=LOADING_S * 1e3)
     time.sleep(STRETCH_S)
     page.get_by_label("weight_format", exact=True).select_option("int4")
@@ -51,6 +49,7 @@ def take(lab: LabPage, path: Path, theme: str) -> None:
         page.mouse.move(WIDTH - 4, 4)
         time.sleep(STRETCH_S)
     page.evaluate("document.activeElement.blur()")
+    assert lab.ask("print(sum(lane.finish_reason is None for lane in run.lanes))").strip() == str(NUM_STREAMS)
     page.screenshot(path=str(path))
     lab.ask("wb.close()")
 
@@ -67,10 +66,8 @@ def main() -> int:
     if reason:
         sys.stderr.write(f"no picture: {reason}\n")
         return 1
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL.format(model=given.model))])
-    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
     with tempfile.TemporaryDirectory() as folder:
-        nbformat.write(notebook, Path(folder) / "workbench.ipynb")
+        write_notebook(Path(folder) / "workbench.ipynb", [CELL.format(model=given.model)])
         with lab_page(Path(folder), width=WIDTH, height=HEIGHT, scale=given.scale) as lab:
             take(lab, given.path, given.theme)
     return 0

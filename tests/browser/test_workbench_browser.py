@@ -5,24 +5,59 @@ The tests share one page and run in order; each leaves the panel idle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.resources
+import json
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.browser.lab_page import LabPage
+from strata_lab.bench.lab_page import LabPage
+from strata_lab.bench.page_cost import CLICK_AND_TIME
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EFFECT_S = 1.0  # from a click to its effect
 PATIENCE_MS = 60_000
-# Milliseconds from a click to the moment the switch shows another value in force.
-CLICK_AND_TIME = """(box) => new Promise((resolve) => {
-  const [before, started] = [box.checked, performance.now()];
-  const look = () => (box.checked === before ? requestAnimationFrame(look) : resolve(performance.now() - started));
-  box.click();
-  requestAnimationFrame(look);
-})"""
+RUN_AXE = """async () => {
+  const found = await axe.run(document.querySelector('.strata-workbench'));
+  return found.violations.map(v => `${v.id}: ${v.nodes.length} x ${v.nodes[0].html.slice(0, 160)}`);
+}"""
+# Focuses the first control of a panel and notes what gets the focus from then on; how many controls there are.
+WATCH_FOCUS = """(root) => {
+  const stops = [...root.querySelectorAll("input, select, textarea, button, summary, [tabindex]")]
+    .filter((e) => e.tabIndex >= 0 && !e.disabled && e.checkVisibility());
+  const seen = new Set();
+  root.addEventListener("focusin", (event) => seen.add(event.target));
+  const missed = () => stops.filter((e) => e.isConnected && !seen.has(e));
+  window.strataNotReached = () => missed().map((e) => e.outerHTML.slice(0, 120));
+  stops[0].focus();
+  return stops.length;
+}"""
+# Numbers that say nothing when pointed at, or that no Tab and arrow key leads to.
+WITHOUT_FORMULA = """(all) => all.filter((one) => !one.querySelector(".s-tip") ||
+  ![...one.parentElement.children].some((near) => near.tabIndex === 0)).map((one) => one.outerHTML.slice(0, 120))"""
+# A value for every control that is not the one in force; null where there is no other that makes sense on its own.
+OTHER_VALUES = """
+import json
+from strata_lab.config import toggles
+wanted = {}
+for t in toggles():
+    now = getattr(wb.engine.optimizations, t.name)
+    others = [c for c in t.choices if c != now]
+    if t.kind == "bool":
+        wanted[t.name] = not now
+    elif t.kind == "choice":
+        wanted[t.name] = others[0] if others else None
+    else:
+        wanted[t.name] = now // 2 if isinstance(now, int) and now >= 2 else None
+print(json.dumps(wanted))
+"""
+OPEN_ENGINES = "sum(not e.closed for e in __import__('strata_lab.engine').engine._open_engines)"
+ENGINE_THREADS = "sum(t.name == 'strata-engine' for t in __import__('threading').enumerate())"
+NUM_MODELS = "len(__import__('ipywidgets').widgets.widget._instances)"
+MAKES_PANEL = "wb = Workbench("
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +109,14 @@ def panel(lab: LabPage) -> Iterator[Panel]:
     panel.root.locator("[data-state=ready]").wait_for(timeout=PATIENCE_MS)
     yield panel
     lab.ask("wb.stop()")
+
+
+def patiently(holds: Callable[[], bool], otherwise: str) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + PATIENCE_MS / 1e3
+    while not holds():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.05)
 
 
 def in_kernel(lab: LabPage, expression: str) -> str:
@@ -191,8 +234,11 @@ def test_a_panel_opens_and_closes_at_a_click_and_every_number_names_its_formula(
     panel.root.locator(".strata-step-timeline .whole", has_text="ms a step").wait_for(timeout=PATIENCE_MS)
     tips = panel.root.locator(".s-tip").evaluate_all("tips => tips.map(tip => tip.textContent.trim())")
     assert all(tips)
-    tipped = panel.root.locator(".cause, .strata-roofline-gauge li, .s-facts li, .tile")
-    assert tipped.evaluate_all("all => all.every(one => one.tabIndex === 0 && one.querySelector('.s-tip'))")
+    numbers = panel.root.locator(
+        ".cause, .strata-roofline-gauge :is(li, .head), .s-facts li, .tile, .fact, .column, .reading, .place, "
+        ".lane.s-tipped, header .status, .whole, .strata-rate-chart .s-readout"
+    )
+    assert numbers.evaluate_all(WITHOUT_FORMULA) == []
     chip.click()
     panel.root.locator(".strata-block-map").wait_for(state="detached", timeout=PATIENCE_MS)
     panel.stop()
@@ -206,22 +252,38 @@ def test_load_is_sent_by_a_button_and_marked_on_the_chart(lab: LabPage, panel: P
     panel.root.locator("[data-state=ready]").wait_for(timeout=PATIENCE_MS)
 
 
-def test_every_switch_can_be_flipped_and_is_answered(lab: LabPage, panel: Panel) -> None:
-    names = panel.root.locator("input[role=switch]").evaluate_all("all => all.map(one => one.labels[0].textContent)")
-    assert len(names) >= 4
-    for name in names:
-        before = in_kernel(lab, f"wb.engine.optimizations.{name}")
-        panel.switch(name).click()
-        lab.page.wait_for_function(
-            "name => ![...document.querySelectorAll('[data-tone=busy] label')].some(l => l.textContent === name)",
-            arg=name,
+def test_every_control_changes_the_engine_or_is_refused_and_the_page_shows_which(lab: LabPage, panel: Panel) -> None:
+    panel.generate("Write a long story about a river.", streams=2, tokens=3000)
+    before = in_kernel(lab, "wb.engine.optimizations.as_dict()")
+    wanted = json.loads(lab.ask(OTHER_VALUES))
+    assert len(wanted) == int(in_kernel(lab, "len(wb.panels.toggles.toggles)")), "every control is among them"
+    tried = {name: value for name, value in wanted.items() if value is not None}
+    assert len(tried) >= 12
+    for name, value in tried.items():
+        field, number = panel.field(name), f"wb.panels.toggles.answers.get('{name}', {{}}).get('number', 0)"
+        count = int(in_kernel(lab, number))
+        if isinstance(value, bool):
+            field.click()
+        elif isinstance(value, str):
+            field.select_option(value)
+        else:
+            field.fill(str(value))
+            field.press("Enter")
+        patiently(lambda number=number, count=count: int(in_kernel(lab, number)) > count, f"{name} was not answered")
+        lab.page.wait_for_function("name => !document.querySelector(`[data-tone=busy] [id*='-${name}-']`)", arg=name)
+        status, now = json.loads(
+            lab.ask(
+                f"import json; o = wb.engine.optimizations; a = wb.panels.toggles.answers['{name}']\n"
+                f"print(json.dumps([a['status'], o.{name}]))"
+            )
         )
+        shown = field.is_checked() if isinstance(value, bool) else field.input_value()
         answer = panel.line(name).text_content()
-        status = in_kernel(lab, f"wb.panels.toggles.answers['{name}']['status']")
-        now = in_kernel(lab, f"wb.engine.optimizations.{name}")
-        assert (now != before) == (status != "refused"), answer
-        assert lab.ask(f"wb.apply({name}={before})") == ""
-        assert in_kernel(lab, f"wb.engine.optimizations.{name}") == before
+        assert (status == "refused") == answer.startswith("Refused"), answer
+        assert shown == (now if isinstance(value, bool) else str(now)), f"{name}: {answer}"
+        assert status == "refused" or now == value, f"{name}: {answer}"
+    assert lab.ask(f"assert wb.apply(**{before}).ok") == ""
+    panel.stop()
 
 
 def test_a_recording_plays_without_an_engine_and_says_so(lab: LabPage, panel: Panel) -> None:
@@ -247,6 +309,64 @@ def test_a_reloaded_page_finds_the_panel_as_it_was(lab: LabPage, panel: Panel) -
     reloaded.text.filter(has_text=text[:20]).wait_for(timeout=PATIENCE_MS)
     reloaded.generate("One more time.")
     reloaded.stop()
+
+
+def test_axe_finds_nothing_in_either_theme_with_every_panel_open(lab: LabPage, panel: Panel) -> None:
+    assert lab.ask("wb.open(*wb.panels.details.all); run = wb.generate('Hello', num_streams=2, max_tokens=60)") == ""
+    assert lab.ask("assert run.wait(60)") == ""
+    lab.page.locator(".strata-quality-chart canvas").first.wait_for(timeout=PATIENCE_MS)
+    lab.page.evaluate(importlib.resources.files("axe_playwright_python").joinpath("axe.min.js").read_text("utf-8"))
+    for theme in ("Light", "Dark"):
+        lab.theme(f"JupyterLab {theme}")
+        lab.page.wait_for_timeout(1000)
+        assert lab.page.evaluate(RUN_AXE) == [], theme
+    lab.theme("JupyterLab Light")
+
+
+def test_every_control_of_every_panel_is_reached_by_tab_and_set_by_keys(lab: LabPage, panel: Panel) -> None:
+    assert lab.ask("wb.open(*wb.panels.details.all)") == ""
+    panel.root.locator(".strata-quality-chart canvas").first.wait_for(timeout=PATIENCE_MS)
+    keyboard, most = lab.page.keyboard, panel.root.evaluate(WATCH_FOCUS)
+    assert most > 30
+    for _ in range(most + 10):
+        keyboard.press("Tab")
+        if not lab.page.evaluate("document.activeElement.closest('.strata-workbench')"):
+            break
+    assert lab.page.evaluate("window.strataNotReached()") == []
+    seats = panel.field("max_num_seqs")
+    before = seats.input_value()
+    seats.focus()
+    keyboard.press("Control+a")
+    keyboard.type("7")
+    keyboard.press("Enter")
+    patiently(lambda: in_kernel(lab, "wb.engine.optimizations.max_num_seqs") == "7", "the number was not taken")
+    assert lab.ask(f"wb.apply(max_num_seqs={before}); wb.fold(); wb.open('causes')") == ""
+
+
+def test_a_cell_that_runs_again_leaves_no_second_engine_and_no_stale_panel(lab: LabPage, panel: Panel) -> None:
+    models = int(in_kernel(lab, NUM_MODELS))
+    assert in_kernel(lab, OPEN_ENGINES) == "1"
+    lab.run_cell(MAKES_PANEL)
+    patiently(lambda: in_kernel(lab, "wb.engine.alive") == "True", "the new engine does not run")
+    fresh = Panel(lab, 0)
+    fresh.root.locator("[data-state=ready]").wait_for(timeout=PATIENCE_MS)
+    assert in_kernel(lab, OPEN_ENGINES) == "1"
+    assert in_kernel(lab, ENGINE_THREADS) == "1"
+    assert int(in_kernel(lab, NUM_MODELS)) == models
+    patiently(lambda: lab.page.locator(".strata-workbench").count() == 1, "the old panel is still shown")
+    fresh.generate("Once more.", tokens=40)
+    fresh.stop()
+
+
+def test_a_restarted_kernel_runs_the_notebook_from_the_top(lab: LabPage) -> None:
+    lab.restart_and_run_all(PATIENCE_MS / 1e3 * 2)
+    panel = Panel(lab, 0)
+    panel.root.locator("[data-state=ready]").wait_for(timeout=PATIENCE_MS)
+    assert in_kernel(lab, OPEN_ENGINES) == "1"
+    assert len(panel.text.text_content()) > 20
+    panel.switch("continuous_batching").click()
+    panel.wait_checked("continuous_batching", False)
+    assert in_kernel(lab, "wb.engine.optimizations.continuous_batching") == "False"
 
 
 def test_nothing_was_fetched_from_elsewhere_and_no_script_failed(lab: LabPage) -> None:

@@ -72,6 +72,10 @@ class Node {
     for (const handler of this.listeners[type] ?? []) handler(given);
     return prevented;
   }
+  focus() {
+    document.activeElement = this;
+    for (let node = this; node; node = node.parent) for (const handler of node.listeners.focusin ?? []) handler({ target: this });
+  }
   getContext() {
     this.drawing ??= new Drawing();
     return this.drawing;

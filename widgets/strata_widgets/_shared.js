@@ -66,16 +66,61 @@ export function freshId(stem) {
   return `strata-${stem}-${freshId.count}-${Math.random().toString(36).slice(2, 8)}`;
 }
 
+/** Attributes of a number that says on hover and focus where it comes from; one Tab stop among its neighbours. */
+export const tipped = { ...quiet, tabindex: -1 };
+
+/** What a tipped number says. */
+export const tipOf = (...words) => h("div", { class: "s-tip", role: "tooltip" }, ...words);
+
+/**
+ * One Tab stop for all children of `node`: arrow keys, Home and End move among them.
+ * `settle()` after children came or went; `replace(...children)` puts others in their place and keeps the focus.
+ */
+export function roving(node) {
+  let current = 0;
+  const all = () => [...node.childNodes];
+  function settle() {
+    const items = all();
+    current = Math.min(current, Math.max(0, items.length - 1));
+    items.forEach((item, i) => item.setAttribute("tabindex", i === current ? 0 : -1));
+  }
+  function replace(...children) {
+    const held = all().includes(document.activeElement);
+    node.replaceChildren(...children);
+    settle();
+    if (held) all()[current]?.focus();
+  }
+  node.addEventListener("focusin", (event) => {
+    const at = all().indexOf(event.target);
+    if (at < 0 || at === current) return;
+    current = at;
+    settle();
+  });
+  node.addEventListener("keydown", (event) => {
+    const items = all();
+    const [at, last] = [items.indexOf(event.target), items.length - 1];
+    const moves = { ArrowLeft: at - 1, ArrowUp: at - 1, ArrowRight: at + 1, ArrowDown: at + 1, Home: 0, End: last };
+    if (at < 0 || !(event.key in moves)) return;
+    event.preventDefault();
+    event.stopPropagation();
+    current = Math.min(last, Math.max(0, moves[event.key]));
+    settle();
+    items[current].focus();
+  });
+  return { settle, replace };
+}
+
 /** A line of numbers, each with its formula on hover and focus; `show` redraws only when something differs. */
 export function facts(label) {
   const node = h("ul", { class: "s-facts", "aria-label": label });
   const rows = [];
+  const stops = roving(node);
   const make = () => {
-    const [name, value] = [h("span"), h("b")];
-    const tip = h("div", { class: "s-tip", role: "tooltip" });
-    return { node: h("li", { class: "s-tipped", tabindex: 0 }, name, " ", value, tip), name, value, tip };
+    const [name, value, tip] = [h("span"), h("b"), tipOf()];
+    return { node: h("li", { class: "s-tipped", ...tipped }, name, " ", value, tip), name, value, tip };
   };
   function show(list) {
+    const changed = rows.length !== list.length;
     while (rows.length > list.length) rows.pop().node.remove();
     while (rows.length < list.length) {
       rows.push(make());
@@ -86,6 +131,7 @@ export function facts(label) {
       setText(rows[i].value, String(fact.value));
       setText(rows[i].tip, fact.tip);
     });
+    if (changed) stops.settle();
   }
   return { node, show };
 }

@@ -1,5 +1,5 @@
 /** One line per request: its phase in words and colour, its prompt and output as one bar. */
-import { facts, h, painter, setText, wire } from "../_shared.js";
+import { facts, h, painter, roving, setText, tipOf, tipped, wire } from "../_shared.js";
 
 const WORDS = { waiting: "waiting", prefilling: "prefilling", decoding: "decoding", parked: "set aside", preempted: "preempted" };
 
@@ -28,8 +28,8 @@ function lane() {
   const parts = ["done", "todo", "output"].map((name) => h("span", { class: `part ${name}` }));
   const bar = h("span", { class: "bar", "aria-hidden": true }, ...parts);
   const count = h("span", { class: "count" });
-  const tip = h("div", { class: "s-tip", role: "tooltip" });
-  const node = h("li", { class: "lane s-tipped", tabindex: 0 }, swatch, title, state, bar, count, tip);
+  const tip = tipOf();
+  const node = h("li", { class: "lane s-tipped", ...tipped }, swatch, title, state, bar, count, tip);
   function show(request, longest) {
     swatch.style.setProperty("background", `var(--s-r${request.color})`);
     node.style.setProperty("--own", `var(--s-r${request.color})`);
@@ -53,9 +53,11 @@ function render({ model, el }) {
   const legend = h("p", { class: "s-note" }, "Bar: prompt computed (pale), prompt to do (hatched), output (full). Figures: prompt + output tokens.");
   el.append(h("h3", { class: "s-heading" }, "Batch and queue"), totals.node, empty, list, more, legend);
   const lanes = [];
+  const stops = roving(list);
 
   const paint = painter(() => {
     const requests = model.get("requests");
+    const changed = lanes.length !== requests.length;
     const longest = Math.max(1, ...requests.map(({ prompt, output }) => prompt + output));
     while (lanes.length > requests.length) lanes.pop().node.remove();
     while (lanes.length < requests.length) {
@@ -63,6 +65,7 @@ function render({ model, el }) {
       list.append(lanes.at(-1).node);
     }
     requests.forEach((request, i) => lanes[i].show(request, longest));
+    if (changed) stops.settle();
     empty.hidden = requests.length > 0;
     legend.hidden = requests.length === 0;
     const count = model.get("num_more");

@@ -1,5 +1,5 @@
 /** The KV pool on a canvas: one square per block, coloured by the request that holds it. */
-import { h, painter, quiet, setText, wire } from "../_shared.js";
+import { h, painter, quiet, roving, setText, tipOf, tipped, wire } from "../_shared.js";
 import { cursor, keepDrawing, prepare } from "../_canvas.js";
 
 const [FREE, CACHED, SHARED, FIRST_OWNER] = [0, 1, 2, 3];
@@ -51,7 +51,7 @@ function drawCells(canvas, { cells, owners, chosen }) {
 
 function kind({ key, label, count, tip }) {
   const words = [h("span", { class: `s-swatch ${key}`, "aria-hidden": true }), `${label} `, h("b", {}, String(count))];
-  return h("li", { class: "s-tipped", tabindex: 0 }, ...words, h("div", { class: "s-tip", role: "tooltip" }, tip));
+  return h("li", { class: "s-tipped", ...tipped }, ...words, tipOf(tip));
 }
 
 function render({ model, el }) {
@@ -60,6 +60,7 @@ function render({ model, el }) {
   const line = h("p", { class: "s-readout", "aria-live": "off" });
   const legend = h("ul", { class: "s-facts", "aria-label": "Blocks by kind" });
   el.append(h("h3", { class: "s-heading" }, "KV blocks"), legend, h("figure", {}, canvas, h("figcaption", {}, line)));
+  const stops = roving(legend);
   let cells = [];
   const grid = () => layout(cells.length, canvas.clientWidth || 1);
   const index = cursor(canvas, {
@@ -74,7 +75,7 @@ function render({ model, el }) {
     const [owners, perCell, kinds] = ["owners", "per_cell", "kinds"].map((key) => model.get(key));
     const chosen = index();
     drawCells(canvas, { cells, owners, chosen });
-    if (JSON.stringify(kinds) !== shownKinds && !legend.contains?.(document.activeElement)) legend.replaceChildren(...kinds.map(kind));
+    if (JSON.stringify(kinds) !== shownKinds) stops.replace(...kinds.map(kind));
     shownKinds = JSON.stringify(kinds);
     const each = perCell === 1 ? "One square is one block" : `One square is ${perCell} blocks`;
     const size = model.get("block_size");

@@ -1,5 +1,5 @@
 /** The climb as columns that are elements: figures stand above them, labels below, the spread as a whisker. */
-import { h, painter, quiet, rate, setText, wire } from "../_shared.js";
+import { h, painter, quiet, rate, roving, setText, tipOf, tipped, wire } from "../_shared.js";
 
 /** ×1.67; empty for what cannot be told. */
 export function times(ratio) {
@@ -27,8 +27,7 @@ function column({ label, value, note, share, low, high, kind, spoken, tip }) {
   const number = h("div", { class: "number" }, value, h("span", { class: "ratio" }, note));
   number.style.bottom = `${Math.max(share, high) * 100}%`;
   stack.append(number);
-  const bubble = h("div", { class: "s-tip", role: "tooltip" }, tip);
-  return h("li", { class: `column s-tipped ${kind}`, tabindex: 0, "aria-label": spoken }, stack, h("div", { class: "label" }, label), bubble);
+  return h("li", { class: `column s-tipped ${kind}`, ...tipped, "aria-label": spoken }, stack, h("div", { class: "label" }, label), tipOf(tip));
 }
 
 /** Columns of measured stages. */
@@ -72,6 +71,7 @@ function render({ model, el }) {
   const left = h("section", { class: "ours" }, h("h3", { class: "s-heading" }, "The climb, measured here ", unit), empty, ours, h("p", { class: "s-note" }, source, " ", restart));
   const right = h("section", { class: "theirs" }, h("h3", { class: "s-heading" }, "The articles' claim"), theirs, claimsNote);
   el.append(left, right);
+  const stops = [ours, theirs].map(roving);
   let shown = "";
 
   const paint = painter(() => {
@@ -86,8 +86,8 @@ function render({ model, el }) {
     const given = JSON.stringify([stages, claims]);
     if (given === shown) return;
     shown = given;
-    ours.replaceChildren(...measured(stages, model.get("unit")));
-    theirs.replaceChildren(...claimed(claims, note));
+    stops[0].replace(...measured(stages, model.get("unit")));
+    stops[1].replace(...claimed(claims, note));
   });
   const wired = wire(model);
   for (const key of ["stages", "unit", "source", "claims", "claims_note", "can_restart"]) wired.on(`change:${key}`, paint.mark);

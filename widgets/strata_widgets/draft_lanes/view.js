@@ -1,5 +1,5 @@
 /** Proposals as chips: taken ones full, refused ones struck through; and how often each place was taken. */
-import { facts, h, painter, setText, wire } from "../_shared.js";
+import { facts, h, painter, roving, setText, tipOf, tipped, wire } from "../_shared.js";
 
 /** Spaces and line ends that would not be seen. */
 export function visible(text) {
@@ -31,7 +31,7 @@ function place({ position, drafted, accepted }) {
   fill.style.width = `${share * 100}%`;
   const tip = `Place ${position} of a proposal: ${accepted} taken of ${drafted} proposed. Formula: taken / proposed, from the drafts of StepEvent.`;
   const words = [h("span", { class: "label" }, `place ${position}`), h("span", { class: "bar", "aria-hidden": true }, fill), h("span", { class: "percent" }, `${Math.round(share * 100)} %`)];
-  return h("li", { class: "place s-tipped", tabindex: 0 }, ...words, h("div", { class: "s-tip", role: "tooltip" }, tip));
+  return h("li", { class: "place s-tipped", ...tipped }, ...words, tipOf(tip));
 }
 
 function render({ model, el }) {
@@ -42,14 +42,16 @@ function render({ model, el }) {
   const note = h("p", { class: "s-empty" });
   el.append(h("h3", { class: "s-heading" }, "Speculation"), numbers.node, note, h("div", { class: "both" }, lanes, places));
   const shown = { lanes: "", by_position: "" };
+  const stops = roving(places);
 
   const paint = painter(() => {
     numbers.show(model.get("numbers"));
     setText(note, model.get("note"));
     note.hidden = !model.get("note");
-    for (const [key, list, row] of [["lanes", lanes, laneRow], ["by_position", places, place]]) {
+    const fill = { lanes: (rows) => lanes.replaceChildren(...rows.map(laneRow)), by_position: (rows) => stops.replace(...rows.map(place)) };
+    for (const key of ["lanes", "by_position"]) {
       const given = JSON.stringify(model.get(key));
-      if (given !== shown[key]) list.replaceChildren(...model.get(key).map(row));
+      if (given !== shown[key]) fill[key](model.get(key));
       shown[key] = given;
     }
   });

@@ -1,5 +1,5 @@
 /** One line about the engine: what it is, what it is doing, and how far long work has come. */
-import { h, painter, setText, wire } from "../_shared.js";
+import { h, painter, roving, setText, tipOf, tipped, wire } from "../_shared.js";
 
 const WORDS = {
   loading: "Loading",
@@ -21,7 +21,7 @@ export function stateText(state, task, fraction) {
 
 function fact({ label, value, tip }) {
   const words = [h("span", { class: "label" }, label), " ", h("span", { class: "value" }, value)];
-  return h("span", { class: "fact s-tipped", tabindex: 0 }, ...words, h("span", { class: "s-tip", role: "tooltip" }, tip));
+  return h("span", { class: "fact s-tipped", ...tipped }, ...words, tipOf(tip));
 }
 
 function render({ model, el }) {
@@ -36,6 +36,7 @@ function render({ model, el }) {
   const folded = h("details", {}, h("summary", {}, "Notes"), notes);
   el.append(h("div", { class: "line" }, name, badge, state, facts), bar, problem, folded);
 
+  const stops = roving(facts);
   let shownFacts = "";
   const paint = painter(() => {
     const [status, task, fraction] = ["state", "task", "fraction"].map((key) => model.get(key));
@@ -51,7 +52,7 @@ function render({ model, el }) {
     setText(problem, model.get("problem"));
     problem.hidden = !model.get("problem");
     const given = JSON.stringify(model.get("facts"));
-    if (given !== shownFacts) facts.replaceChildren(...model.get("facts").map(fact));
+    if (given !== shownFacts) stops.replace(...model.get("facts").map(fact));
     shownFacts = given;
     folded.hidden = model.get("notes").length === 0;
     notes.replaceChildren(...model.get("notes").map((text) => h("li", {}, text)));

@@ -1,12 +1,12 @@
 /** One tile per sensor; a tone is told by a word and not by colour alone. */
-import { h, painter, setText, wire } from "../_shared.js";
+import { h, painter, roving, setText, tipOf, tipped, wire } from "../_shared.js";
 
 const TONES = { warn: " (watch)", bad: " (too high)" };
 
 function tile({ label, value, unit, tone, tip }) {
   const number = h("span", { class: "value" }, value);
   const words = [h("div", { class: "label" }, label), h("div", { class: "number" }, number, unit ? ` ${unit}` : "", TONES[tone] ?? "")];
-  return h("li", { class: `reading s-tipped ${tone}`, tabindex: 0 }, ...words, h("div", { class: "s-tip", role: "tooltip" }, tip));
+  return h("li", { class: `reading s-tipped ${tone}`, ...tipped }, ...words, tipOf(tip));
 }
 
 function render({ model, el }) {
@@ -14,10 +14,11 @@ function render({ model, el }) {
   const list = h("ul", { "aria-label": "Sensors" });
   const note = h("p", { class: "s-note" });
   el.append(h("h3", { class: "s-heading" }, "Hardware"), list, note);
+  const stops = roving(list);
   let shown = "";
   const paint = painter(() => {
     const given = JSON.stringify(model.get("readings"));
-    if (given !== shown) list.replaceChildren(...model.get("readings").map(tile));
+    if (given !== shown) stops.replace(...model.get("readings").map(tile));
     shown = given;
     setText(note, model.get("note"));
     note.hidden = !model.get("note");

@@ -3,8 +3,8 @@
 export const SPAN_S = 60;
 const SPANS_S = [20, 30, SPAN_S];
 const GAP_S = 0.75; // longer without a sample: nothing was generating, and the line breaks
-const BEFORE_S = 3; // stretch before a change that is averaged
-const SETTLE_S = 1; // a sample covers one second, so the first clean one after a change is a second later
+export const BEFORE_S = 3; // stretch before a change that is averaged
+export const SETTLE_S = 1; // a sample covers one second, so the first clean one after a change is a second later
 const MIN_SAMPLES = 8;
 
 /** Samples in a buffer of little-endian float64, four per sample. */

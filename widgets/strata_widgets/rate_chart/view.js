@@ -1,10 +1,11 @@
 /** Speed of the last minute on a canvas: total solid, per stream dashed, a marker at every change of a setting. */
-import { h, painter, quiet, rate, setText, wire } from "../_shared.js";
+import { h, painter, quiet, rate, roving, setText, tipOf, tipped, wire } from "../_shared.js";
 import { keepDrawing, prepare, scale, stroke } from "../_canvas.js";
-import { SPAN_S, decode, effect, join, nearest, pieces, placeLabels, timeAxis } from "./series.js";
+import { BEFORE_S, SETTLE_S, SPAN_S, decode, effect, join, nearest, pieces, placeLabels, timeAxis } from "./series.js";
 
 const HEIGHT = 206;
 const PAD = { left: 40, right: 8, top: 44, bottom: 22 };
+const EFFECT_TIP = `A change is judged by the mean speed per stream of the ${BEFORE_S} s before it and of the ${BEFORE_S} s that begin ${SETTLE_S} s after it, with as many streams and no other change (StepEvent, SettingEvent).`;
 const LINES = [
   { key: "stream", color: "--s-stream", dash: [6, 4] },
   { key: "total", color: "--s-total", dash: [] },
@@ -44,9 +45,8 @@ export function verdict(samples, markers) {
 function tile({ label, unit, line, tip }) {
   const swatch = line ? [h("span", { class: `swatch ${line}`, "aria-hidden": true })] : [];
   const value = h("span", { class: "value" });
-  const bubble = h("div", { class: "s-tip", role: "tooltip" }, tip);
-  const parts = [h("div", { class: "label" }, ...swatch, label), h("div", { class: "number" }, value, unit && ` ${unit}`), bubble];
-  return { node: h("div", { class: `tile s-tipped ${line}`, tabindex: 0 }, ...parts), value };
+  const parts = [h("div", { class: "label" }, ...swatch, label), h("div", { class: "number" }, value, unit && ` ${unit}`), tipOf(tip)];
+  return { node: h("div", { class: `tile s-tipped ${line}`, ...tipped }, ...parts), value };
 }
 
 function drawChart(canvas, { samples, markers, cursor, end, span }) {
@@ -113,11 +113,13 @@ function render({ model, el }) {
   const numbers = h("div", { class: "numbers" });
   const spoken = { role: "slider", "aria-label": "Output speed of the last minute", "aria-orientation": "horizontal" };
   const canvas = h("canvas", { ...quiet, ...spoken, tabindex: 0, "aria-valuemin": -SPAN_S, "aria-valuemax": 0 });
-  const line = h("p", { class: "s-readout", "aria-live": "off" });
-  el.append(numbers, h("figure", {}, canvas, h("figcaption", {}, line)));
+  const line = h("span", {});
+  const readoutLine = h("p", { ...quiet, class: "s-readout s-tipped", tabindex: 0, "aria-live": "off" }, line, tipOf(EFFECT_TIP));
+  el.append(numbers, h("figure", {}, canvas, h("figcaption", {}, readoutLine)));
   let samples = [];
   let cursorT = null; // time under the pointer or chosen by the keyboard
   let tiles = [];
+  const stops = roving(numbers);
 
   const paint = painter(() => {
     const markers = model.get("markers");
@@ -163,7 +165,7 @@ function render({ model, el }) {
   }
   function retile() {
     tiles = model.get("numbers").map(tile);
-    numbers.replaceChildren(...tiles.map(({ node }) => node));
+    stops.replace(...tiles.map(({ node }) => node));
     paint.mark();
   }
   const wired = wire(model);

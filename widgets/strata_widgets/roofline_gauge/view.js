@@ -1,5 +1,5 @@
 /** A bar from nothing to the roofline, the share in large figures, and what it was computed from. */
-import { h, painter, quiet, rate, setText, wire } from "../_shared.js";
+import { h, painter, quiet, rate, roving, setText, tipOf, tipped, wire } from "../_shared.js";
 
 /** 62 %; a dash for what is not known; words for what cannot be. */
 export function shareText(share) {
@@ -10,23 +10,24 @@ export function shareText(share) {
 function number({ label, unit, tip }) {
   const value = h("span", { class: "value" });
   const words = [h("span", { class: "label" }, label), value, h("span", { class: "unit" }, unit ? ` ${unit}` : "")];
-  const node = h("li", { class: "s-tipped", tabindex: 0 }, ...words, h("div", { class: "s-tip", role: "tooltip" }, tip));
+  const node = h("li", { class: "s-tipped", ...tipped }, ...words, tipOf(tip));
   return { node, value };
 }
 
 function render({ model, el }) {
   el.classList.add("strata", "strata-roofline-gauge");
   const big = h("span", { class: "share" });
-  const tip = h("div", { class: "s-tip", role: "tooltip" });
+  const tip = tipOf();
   const fill = h("div", { class: "fill" });
   const bar = h("div", { class: "bar", role: "meter", "aria-label": "Share of the memory roofline", "aria-valuemin": 0, "aria-valuemax": 100 }, fill);
   const list = h("ul", {});
   const note = h("p", { class: "s-note" });
   const button = h("button", { ...quiet, type: "button", class: "s-button" }, "Measure the bandwidth");
   button.addEventListener("click", () => model.send({ kind: "measure" }));
-  const head = h("div", { class: "head s-tipped", tabindex: 0 }, big, h("span", { class: "of" }, " of the memory roofline"), tip);
+  const head = h("div", { ...quiet, class: "head s-tipped", tabindex: 0 }, big, h("span", { class: "of" }, " of the memory roofline"), tip);
   const scaleLine = h("div", { class: "scale", "aria-hidden": true }, h("span", {}, "0"), h("span", {}, "50 %"), h("span", {}, "roofline"));
   el.append(h("h3", { class: "s-heading" }, "How near to the limit"), head, bar, scaleLine, list, note, button);
+  const stops = roving(list);
   let rows = [];
 
   const paint = painter(() => {
@@ -49,7 +50,7 @@ function render({ model, el }) {
   });
   function relabel() {
     rows = model.get("numbers").map(number);
-    list.replaceChildren(...rows.map(({ node }) => node));
+    stops.replace(...rows.map(({ node }) => node));
     paint.mark();
   }
   const wired = wire(model);

@@ -1,10 +1,11 @@
 /** One stacked bar per step on a canvas, and beside it the mean of each cause as a list that can be read aloud. */
-import { h, painter, quiet, setText, wire } from "../_shared.js";
+import { h, painter, quiet, roving, setText, tipOf, tipped, wire } from "../_shared.js";
 import { cursor, keepDrawing, prepare, scale, stroke } from "../_canvas.js";
 import { ceilingOf, decodeSteps, joinSteps, means, millis } from "./steps.js";
 
 const HEIGHT = 190;
 const PAD = { left: 38, right: 2, top: 20, bottom: 20 };
+const WHOLE_TIP = "Mean of StepEvent.duration_ms over the steps that the line under the bars names.";
 const BAR = 7; // pixels from bar to bar at least
 
 /** A step in words. */
@@ -62,8 +63,8 @@ function causeRow({ key, label, tip }) {
   swatch.style.setProperty("background", `var(--s-c-${key})`);
   const ms = h("span", { class: "ms" });
   const share = h("span", { class: "share" });
-  const bubble = h("div", { class: "s-tip", role: "tooltip" }, tip);
-  const node = h("li", { class: "cause s-tipped", tabindex: 0 }, swatch, h("span", { class: "label" }, label), ms, share, bubble);
+  const bubble = tipOf(`${tip} The percentage is of the mean step.`);
+  const node = h("li", { class: "cause s-tipped", ...tipped }, swatch, h("span", { class: "label" }, label), ms, share, bubble);
   return { node, ms, share };
 }
 
@@ -73,12 +74,14 @@ function render({ model, el }) {
   const canvas = h("canvas", { ...quiet, role: "slider", tabindex: 0, "aria-label": "Steps, milliseconds by cause" });
   const line = h("p", { class: "s-readout", "aria-live": "off" });
   const list = h("ul", { class: "causes", "aria-label": "Mean milliseconds by cause" });
-  const total = h("p", { class: "whole" });
-  const side = h("div", { class: "side" }, total, list);
+  const total = h("span", {});
+  const whole = h("p", { ...quiet, class: "whole s-tipped", tabindex: 0 }, total, tipOf(WHOLE_TIP));
+  const side = h("div", { class: "side" }, whole, list);
   const note = h("p", { class: "s-note" });
   el.append(title, h("div", { class: "both" }, h("figure", {}, canvas, h("figcaption", {}, line)), side), note);
   let steps = [];
   let rows = [];
+  const stops = roving(list);
   const shown = () => steps.slice(-Math.max(1, Math.floor((canvas.clientWidth - PAD.left - PAD.right) / BAR)));
   const index = cursor(canvas, {
     at: (x) => (x < PAD.left ? -1 : Math.floor((x - PAD.left) / BAR)),
@@ -115,7 +118,7 @@ function render({ model, el }) {
   }
   function relabel() {
     rows = model.get("causes").map(causeRow);
-    list.replaceChildren(...rows.map(({ node }) => node));
+    stops.replace(...rows.map(({ node }) => node));
     paint.mark();
   }
   const wired = wire(model);

@@ -1,7 +1,10 @@
 /** Text lanes: the chosen one large, the others one line each. Text arrives by records and is repaired by snapshots. */
-import { h, painter, quiet, rate, setText, wire } from "../_shared.js";
+import { h, painter, quiet, rate, setText, tipOf, wire } from "../_shared.js";
 
 export const KEPT = 20000; // characters per lane kept on the page
+const STATUS_TIP =
+  "Tokens: TokenEvents of this stream. tok/s: (tokens − 1) / (time from first to last token), over its tokens of the last second. " +
+  "Proposals taken: drafts that came true / drafts verified (StepEvent.drafts).";
 const TAIL = 200; // characters of a one-line lane
 
 /** The text of lanes, built from append records and snapshots that may come in any order. */
@@ -63,10 +66,11 @@ function highlight(text, parts, marked) {
 function largeLane() {
   const swatch = h("span", { class: "s-swatch", "aria-hidden": true });
   const title = h("h3", { class: "s-heading" });
-  const status = h("span", { class: "status" });
+  const status = h("span", {});
+  const told = h("span", { ...quiet, class: "status s-tipped", tabindex: 0 }, status, tipOf(STATUS_TIP));
   const prompt = h("p", { class: "prompt" });
   const body = h("div", { ...quiet, class: "text", tabindex: 0, role: "region", "aria-live": "off" });
-  const node = h("article", { class: "large" }, h("header", {}, swatch, title, status), prompt, body);
+  const node = h("article", { class: "large" }, h("header", {}, swatch, title, told), prompt, body);
   let text = document.createTextNode("");
   body.append(text);
   let shown = null;

@@ -1,4 +1,4 @@
-"""A real JupyterLab in a real browser, for the browser test and for screenshots.
+"""A real JupyterLab in a real browser: for the browser test, screenshots, and what the page costs.
 
 Everything is local: its own configuration folders, a random free port, no news, no update check.
 """
@@ -16,11 +16,11 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "strata"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
@@ -67,37 +67,77 @@ def browser_path() -> str | None:
     return next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @contextlib.contextmanager
 def jupyter_lab(folder: Path) -> Iterator[str]:
     """A JupyterLab server on `folder`; yields its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as scratch:
-        settings = Path(scratch) / "config" / "labconfig"
-        settings.mkdir(parents=True)
-        news = {"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}
-        (settings / "page_config.json").write_text(json.dumps(news))
+        lab_settings(Path(scratch))
         command = [
             sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1",
             f"--ServerApp.port={port}", "--ServerApp.port_retries=0", f"--ServerApp.token={TOKEN}",
             f"--ServerApp.root_dir={folder}", "--LabApp.expose_app_in_browser=True",
             "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate", "--LabApp.extension_manager=readonly",
         ]  # fmt: skip
-        environment = {
-            **os.environ,
-            "JUPYTER_CONFIG_DIR": str(settings.parent),
-            "JUPYTER_DATA_DIR": f"{scratch}/data",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "widgets")]),  # also where nothing is installed
-        }
-        with open(Path(scratch) / "log", "w") as log:
-            server = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            _wait_for(f"http://127.0.0.1:{port}/api/status?token={TOKEN}", server, Path(scratch) / "log")
+        with served(command, scratch, f"http://127.0.0.1:{port}/api/status?token={TOKEN}"):
             yield f"http://127.0.0.1:{port}"
-        finally:
-            server.terminate()
-            server.wait(20)
+
+
+def lab_settings(scratch: Path) -> None:
+    """Settings under which no question covers the page."""
+    settings = scratch / "config" / "labconfig"
+    settings.mkdir(parents=True)
+    news = {"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}
+    (settings / "page_config.json").write_text(json.dumps(news))
+
+
+def write_notebook(path: Path, cells: list[str]) -> None:
+    """A notebook of these code cells."""
+    import nbformat
+
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
+    nbformat.write(notebook, path)
+
+
+Server = subprocess.Popen[bytes]
+
+
+@contextlib.contextmanager
+def served(
+    command: list[str], scratch: str, address: str, end: Callable[[Server], None] = Server.terminate
+) -> Iterator[None]:
+    """A server of notebooks with settings of its own, under `scratch`, from when it answers at `address`.
+
+    Args:
+        command: what starts it, in a session of its own.
+        scratch: an empty folder.
+        address: answers as soon as it is ready.
+        end: how to stop it.
+    """
+    environment = {
+        **os.environ,
+        "JUPYTER_CONFIG_DIR": f"{scratch}/config",
+        "JUPYTER_DATA_DIR": f"{scratch}/data",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "widgets")]),  # also where nothing is installed
+    }
+    with open(Path(scratch) / "log", "w") as log:
+        server = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        _wait_for(address, server, Path(scratch) / "log")
+        yield
+    finally:
+        end(server)
+        server.wait(20)
 
 
 def _wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
@@ -106,11 +146,11 @@ def _wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
         with contextlib.suppress(urllib.error.URLError, ConnectionError), urllib.request.urlopen(address, timeout=5):
             return
         time.sleep(0.2)
-    raise RuntimeError(f"JupyterLab did not start: {log.read_text()[-2000:]}")
+    raise RuntimeError(f"the server did not start: {log.read_text()[-2000:]}")
 
 
-class LabPage:
-    """A notebook open in JupyterLab.
+class WatchedPage:
+    """A page of a local server, and what went wrong on it.
 
     Attributes:
         page: the Playwright page.
@@ -129,6 +169,10 @@ class LabPage:
         if not url.startswith((self.address, self.address.replace("http", "ws"), "data:", "blob:")):
             self.external.append(url)
 
+
+class LabPage(WatchedPage):
+    """A notebook open in JupyterLab."""
+
     def open(self, notebook: str) -> None:
         """Show a notebook and wait for its kernel."""
         self.page.goto(f"{self.address}/lab/tree/{notebook}?reset&token={TOKEN}")
@@ -144,9 +188,29 @@ class LabPage:
     def run_all(self, timeout_s: float) -> None:
         """Run all cells and wait for the last one; raises `RuntimeError` with the error of a cell that fails."""
         self.command("notebook:run-all-cells")
+        self._wait_for_all(timeout_s)
+
+    def _wait_for_all(self, timeout_s: float) -> None:
         result = self.page.wait_for_function(_ALL_RAN, timeout=timeout_s * 1e3).json_value()
         if result is not True:
             raise RuntimeError(f"a cell failed: {result}")
+
+    def run_cell(self, text: str) -> None:
+        """Run the cell that holds a text, and wait until the kernel is idle."""
+        index = self.page.evaluate(
+            "text => [...window.jupyterapp.shell.currentWidget.content.model.cells]"
+            ".findIndex(cell => cell.sharedModel.getSource().includes(text))", text
+        )  # fmt: skip
+        self.page.evaluate("i => { window.jupyterapp.shell.currentWidget.content.activeCellIndex = i }", index)
+        self.command("notebook:run-cell")
+        self.page.wait_for_function(_IDLE, timeout=60_000)
+
+    def restart_and_run_all(self, timeout_s: float) -> None:
+        """Restart the kernel, as the menu does it, and run all cells."""
+        self.command("notebook:restart-run-all")
+        self.page.locator(".jp-Dialog .jp-mod-accept").click()
+        self.page.wait_for_function(f"!({_ALL_RAN})()")
+        self._wait_for_all(timeout_s)
 
     def command(self, name: str, **arguments: Any) -> None:
         """Run a JupyterLab command."""
@@ -165,14 +229,22 @@ class LabPage:
 @contextlib.contextmanager
 def lab_page(folder: Path, *, width: int = 1500, height: int = 1100, scale: float = 1.0) -> Iterator[LabPage]:
     """JupyterLab on `folder` in a fresh browser window."""
+    with jupyter_lab(folder) as address, browser_page(width, height, scale) as page:
+        yield LabPage(page, address)
+
+
+@contextlib.contextmanager
+def browser_page(width: int = 1500, height: int = 1100, scale: float = 1.0) -> Iterator[Any]:
+    """An empty Playwright page in a fresh browser window."""
     from playwright.sync_api import sync_playwright
 
-    with jupyter_lab(folder) as address, sync_playwright() as playwright:
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_path(), headless=True, args=list(FLAGS))
         try:
-            size = {"width": width, "height": height}
-            page = browser.new_context(viewport=size, device_scale_factor=scale).new_page()
+            page = browser.new_context(
+                viewport={"width": width, "height": height}, device_scale_factor=scale
+            ).new_page()
             page.set_default_timeout(30_000)
-            yield LabPage(page, address)
+            yield page
         finally:
             browser.close()
