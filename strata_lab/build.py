@@ -307,7 +307,7 @@ class Builder(Resolver):
             builder = Builder(draft_config(name, self.config, self.device, blocks), self.progress)
             part = shared_vocabulary(name, builder.checkpoint, self.checkpoint)
             builder.embedding = weights.embedding if part else None
-            parts = builder.parts(builder.resolve(Optimizations()))
+            parts = builder.parts(builder.resolve(Optimizations(kv_cache_dtype=resolved.kv_cache_dtype)))
             for fallback in builder.fallbacks:
                 self.record(fallback.feature, fallback.reason)
             step = _plain_runner(parts.runner).step
@@ -335,12 +335,6 @@ def _drain(device: torch.device) -> None:
 def _plain_runner(runner: Runner | RunAhead | DraftAhead) -> Runner:
     ahead = runner.ahead if isinstance(runner, DraftAhead) else runner
     return ahead.runner if isinstance(ahead, RunAhead) else ahead
-
-
-def changed_fields(before: Optimizations, after: Optimizations) -> Mapping[str, Any]:
-    """Fields whose value differs, with the new value."""
-    old = before.as_dict()
-    return {name: value for name, value in after.as_dict().items() if old[name] != value}
 
 
 def changed_ops(before: Parts, after: Parts) -> Mapping[str, str]:

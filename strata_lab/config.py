@@ -146,6 +146,12 @@ class Optimizations:
         return dataclasses.asdict(self)
 
 
+def changed_fields(before: Optimizations, after: Optimizations) -> Mapping[str, Any]:
+    """Fields whose value differs, with the new value."""
+    old = before.as_dict()
+    return {name: value for name, value in after.as_dict().items() if old[name] != value}
+
+
 def toggles() -> tuple[Toggle, ...]:
     """One `Toggle` per field of `Optimizations`, in declaration order."""
     return tuple(

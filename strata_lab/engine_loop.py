@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from strata_lab.block_manager import BlockManager
-from strata_lab.build import Parts, changed_fields, changed_ops
+from strata_lab.build import Parts, changed_ops
+from strata_lab.config import changed_fields
 from strata_lab.desk import Desk, EngineClosedError
 from strata_lab.events import EventLog, SettingEvent, StateEvent, StepEvent, TokenEvent
 from strata_lab.model_config import ModelConfig

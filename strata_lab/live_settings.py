@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from strata_lab.apply import ApplyReport, FieldResult, Status
-from strata_lab.build import Builder, changed_fields
-from strata_lab.config import Optimizations, toggles, why_bad
+from strata_lab.build import Builder
+from strata_lab.config import Optimizations, changed_fields, toggles, why_bad
 from strata_lab.engine_loop import EngineLoop
 from strata_lab.explain import explain
 from strata_lab.settings import ConfigError
