@@ -45,6 +45,7 @@ LONG_FILES: dict[str, str] = {}
 # "file: expression" that reads a toggle outside build.py and config.py -> why.
 TOGGLE_READS = {
     "strata_lab/engine.py: self.optimizations.weight_format": "shown in its repr",
+    "strata_lab/lessons/lesson.py: self.engine.optimizations.weight_format": "told to the reader",
     "strata_lab/weight_exchange.py: current.optimizations.weight_format": "whether other weights are to be loaded",
 }
 # Files that may write to standard output -> why.
@@ -56,6 +57,7 @@ PRINTERS: dict[str, str] = {
 # Files that may touch the environment -> why.
 ENVIRONMENT_USERS: dict[str, str] = {
     "strata_lab/graph_runner.py": "tells inductor to keep its cache beside ours; it takes the folder from nowhere else",
+    "strata_lab/bench/lab_page.py": "hands a notebook server of its own settings of its own",
 }
 
 

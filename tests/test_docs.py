@@ -136,7 +136,7 @@ def test_every_make_target_is_documented() -> None:
 
 
 def test_strata_commands_in_the_documents_exist_and_all_are_in_the_readme() -> None:
-    commands, found = cli_commands(), mentioned(r"(?:^|`)\.?[\w/.]*strata ([a-z]+)")
+    commands, found = cli_commands(), mentioned(r"(?:^|`)\.?[\w/.]*strata ([a-z][a-z-]*)")
     assert {name: c - commands for name, c in found.items() if c - commands} == {}
     assert commands - found["README.md"] == set()
 
@@ -200,6 +200,8 @@ def test_ci_runs_what_people_run() -> None:
 def test_files_speak_of_the_project_only() -> None:
     found = {}
     for path in repository_files():
+        if path.suffix == ".safetensors":  # numbers, in which any three letters can be found
+            continue
         text = path.read_bytes().decode("utf-8", errors="ignore")
         if hits := {m.group(0) for m in FORBIDDEN.finditer(text)}:
             found[path.relative_to(ROOT).as_posix()] = hits
