@@ -15,15 +15,18 @@ from strata_lab.bench.harness import Environment, Record, write_results
 
 
 def record(report: Path, environment: Environment) -> Record:
-    """One record of a pytest run: how many tests passed, failed and were skipped, by file."""
+    """One record of a pytest run: how many tests passed, failed and were skipped, by file, and which failed."""
     outcomes: Counter[str] = Counter()
     files: Counter[str] = Counter()
+    failures: list[str] = []
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         bad = case.find("failure") is not None or case.find("error") is not None
         outcome = "failed" if bad else "skipped" if case.find("skipped") is not None else "passed"
         outcomes[outcome] += 1
         if outcome == "passed":
             files[case.get("classname", "")] += 1
+        elif bad:
+            failures.append(f"{case.get('classname')}::{case.get('name')}")
     return environment.record(
         "gpu_tests",
         script="make gpu",
@@ -31,6 +34,7 @@ def record(report: Path, environment: Environment) -> Record:
         metrics={
             **{k: outcomes[k] for k in ("passed", "failed", "skipped")},
             "passed_by_file": dict(sorted(files.items())),
+            "failures": sorted(failures),
         },
         note="correctness only; no speed is measured here",
     )
