@@ -134,7 +134,7 @@ def test_every_make_target_is_documented() -> None:
 
 
 def test_strata_commands_in_the_documents_exist_and_all_are_in_the_readme() -> None:
-    commands, found = cli_commands(), mentioned(r"(?:^|`)\.?[\w/.]*strata ([a-z]+)")
+    commands, found = cli_commands(), mentioned(r"(?:^|`)\.?[\w/.]*strata ([a-z][a-z-]*)")
     assert {name: c - commands for name, c in found.items() if c - commands} == {}
     assert commands - found["README.md"] == set()
 
