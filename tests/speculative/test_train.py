@@ -26,7 +26,7 @@ from strata_lab.speculative.train.prompts import prompts, read_seeds
 from strata_lab.speculative.train.recipe import train_draft
 from strata_lab.speculative.train.settings import Recipe
 from strata_lab.speculative.train.texts import Rows, batches, split
-from strata_lab.speculative.train.training import Schedule, Training
+from strata_lab.speculative.train.training import BEST_SHARE, Schedule, Training, distillation_loss
 from strata_lab.speculative.train.vocabulary import coverage, most_used
 from tests.checkpoints import VOCAB, write_checkpoint
 
@@ -177,6 +177,14 @@ def test_training_goes_on_exactly_where_it_was_interrupted(target, tmp_path) -> 
         torch.testing.assert_close(again.draft.tensors[name], value, atol=0, rtol=0)
     with pytest.raises(ConfigError, match="another training"):
         training(target, tmp_path / "state.pt", seed=1)
+
+
+def test_the_loss_is_zero_for_a_draft_that_says_what_it_is_to_say() -> None:
+    wanted = torch.tensor([[0.5, 0.2, 0.1], [0.01, 0.03, 0.02]]).log()  # the rest is on tokens that it does not know
+    best = torch.nn.functional.one_hot(wanted.argmax(1), 3)
+    share = wanted.exp() * (1 - BEST_SHARE) + BEST_SHARE * best * wanted.exp().sum(1, keepdim=True)
+    assert distillation_loss(share.log(), wanted).item() == pytest.approx(0.0, abs=1e-6)
+    assert distillation_loss(torch.zeros(2, 3), wanted) > 0.05
 
 
 def test_acceptance_is_what_walking_through_windows_gives() -> None:
