@@ -24,7 +24,7 @@ from strata_lab.speculative.train.texts import Rows
 
 Tensors = dict[str, Tensor]
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-RIDGE = 1e-3  # of the mean square of a state, against directions that hardly occur
+RIDGE = 1e-2  # of the mean square of a state, against directions that hardly occur
 ROWS_AT_ONCE = 4096  # rows of the target's logits that are in memory at the same time
 
 
@@ -109,15 +109,13 @@ def check_layers(num_layers: int, config: ModelConfig) -> None:
 
 
 def first_draft(target: Network, num_layers: int, to_target: Tensor) -> Network:
-    """An untrained draft, float32: the target's first layers and its last, the vocabulary's rows of its head."""
+    """An untrained draft, float32: the target's first layers, and the vocabulary's rows of its head."""
     c = target.config
-    layers = [*range(num_layers - 1), c.num_layers - 1]
     config = replace(c, num_layers=num_layers, vocab_size=to_target.shape[0], tie_word_embeddings=False)
     rows = to_target.to(target.head.device)
     tensors = {NORM: target.tensors[NORM], HEAD: target.head[rows]}
-    for place, layer in enumerate(layers):
-        source, name = f"model.layers.{layer}.", f"model.layers.{place}."
-        tensors |= {name + n.removeprefix(source): t for n, t in target.tensors.items() if n.startswith(source)}
+    for layer in range(num_layers):
+        tensors |= {n: t for n, t in target.tensors.items() if n.startswith(f"model.layers.{layer}.")}
     own = {name: value.detach().float().clone().requires_grad_() for name, value in tensors.items()}
     return Network(config, own)
 

@@ -211,7 +211,7 @@ def rate(done: float) -> float:
 
 
 def distillation_loss(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Divergence of the draft from what it is to say, nats, mean over places.
+    """Divergence of the draft from what it is to say, nats, mean over places; 0 at best.
 
     Args:
         logits: of the draft, [N, Vd] float32.
@@ -221,5 +221,5 @@ def distillation_loss(logits: Tensor, wanted: Tensor) -> Tensor:
     probabilities = wanted.exp()
     best = torch.zeros_like(wanted).scatter_(1, wanted.argmax(dim=1, keepdim=True), 1.0)
     weight = (1 - BEST_SHARE) * probabilities + BEST_SHARE * best * probabilities.sum(dim=1, keepdim=True)
-    entropy = torch.special.entr(weight).sum(dim=1)
+    entropy = torch.special.entr(weight).sum(dim=1) - torch.special.entr(weight.sum(dim=1))
     return (-(weight * F.log_softmax(logits, dim=1)).sum(dim=1) - entropy).mean()
