@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -320,8 +322,15 @@ def busy(prefill: PrefillPolicy, order: QueueOrder) -> tuple[Scheduler, FakeMode
     return scheduler, model
 
 
-@pytest.mark.parametrize("prefill", [MixedPrefill(), SplitPrefill(8), SplitPrefill(8, decode_steps=3)], ids=str)
-def test_an_urgent_prompt_takes_the_next_step_whole_and_no_lower_prompt_makes_it_longer(prefill: PrefillPolicy) -> None:
+@pytest.mark.parametrize(
+    "policy",
+    [MixedPrefill, partial(SplitPrefill, 8), partial(SplitPrefill, 8, decode_steps=3)],
+    ids=["mixed", "split", "split after 3"],
+)
+def test_an_urgent_prompt_takes_the_next_step_whole_and_no_lower_prompt_makes_it_longer(
+    policy: Callable[[], PrefillPolicy],
+) -> None:
+    prefill = policy()
     scheduler, model = busy(prefill, HighestPriorityFirst())
     scheduler.add(request("now", prompt=30, max_tokens=4, priority=1))
     step = model.step()
