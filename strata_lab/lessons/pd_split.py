@@ -9,6 +9,7 @@ from typing import Any
 from strata_lab.bench.interference import Disturbance, disturb
 from strata_lab.events import StepEvent
 from strata_lab.lessons.checks import Verdict, choice, number
+from strata_lab.lessons.crowd import token_ms
 from strata_lab.lessons.measuring import Compared, Trace, applying, in_turn, ttft_ms
 from strata_lab.lessons.theme import BLUE, COLOURS, GREY, ORANGE, figure
 
@@ -43,11 +44,11 @@ def interrupt(engine: Any, tokens: int, streams: int = STREAMS) -> Interruption:
     """Let some streams decode, send one prompt of `tokens` tokens, and see who waits how long."""
     with Trace(engine) as seen:
         found = disturb(engine, streams, tokens)
-    ids = dict.fromkeys(t.request_id for s in seen.steps for t in s.tokens if t.token_id >= 0)
-    newcomer = list(ids)[-1]  # the others had tokens before it was sent
-    sent_s = seen.token_times_s(newcomer)[0] - found.ttft_ms / 1e3
-    names = {request: "newcomer" if request == newcomer else f"stream {i + 1}" for i, request in enumerate(ids)}
-    arrivals = {name: [(t - sent_s) * 1e3 for t in seen.token_times_s(request)] for request, name in names.items()}
+    came = token_ms(seen)
+    newcomer = list(came)[-1]  # the others had tokens before it was sent
+    sent_ms = came[newcomer][0] - found.ttft_ms
+    names = ["newcomer" if request == newcomer else f"stream {i + 1}" for i, request in enumerate(came)]
+    arrivals = {name: [ms - sent_ms for ms in times] for name, times in zip(names, came.values(), strict=True)}
     return Interruption(found, arrivals, seen.steps)
 
 
