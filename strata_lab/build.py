@@ -82,6 +82,7 @@ class Builder(Resolver):
     def __init__(self, config: EngineConfig, progress: ProgressFn) -> None:
         super().__init__(config, progress)
         self._runners: dict[tuple[Any, ...], Any] = {}  # with the captures of the weights and pool in force
+        self.step_class: Callable[..., EagerStep] = EagerStep  # or one that counts (`expert_counts.py`)
         self.swapped: dict[str, Guarded] = {}  # operators that the kernel lab put in place of the backend's
 
     # -- making the objects -------------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ class Builder(Resolver):
         if resolved.kv_window:
             ops = seeing(ops, resolved.kv_sinks, resolved.kv_window)
         model = CausalLM(self.model_config, weights, ops, self.rotary, fused=resolved.fused_kernels)
-        return EagerStep(model, kv, self.dtype)
+        return self.step_class(model, kv, self.dtype)
 
     def _runner(self, resolved: Optimizations, weights: ModelWeights, kv: KVCache) -> Any:
         """The runner of a setting; kept, so that toggling back and forth captures nothing twice."""
@@ -228,8 +229,8 @@ class Builder(Resolver):
 
     def _step_key(self, resolved: Optimizations) -> tuple[Any, ...]:
         """What tells steps over the same weights and pool apart; the swapped operators last."""
-        kept = self.retention(resolved).setting
-        return resolved.cuda_graph, resolved.fused_kernels, resolved.batch_invariant, kept, self._own_ops()
+        r, kept = resolved, self.retention(resolved).setting
+        return r.cuda_graph, r.fused_kernels, r.batch_invariant, kept, self.step_class, self._own_ops()
 
     def _plain(self, step: Any) -> Runner:
         return Runner(step, Sampler(), self.config.block_size, self.device)

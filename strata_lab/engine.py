@@ -21,10 +21,10 @@ from strata_lab.config import DEFAULT_MODEL, EngineConfig, Optimizations, engine
 from strata_lab.desk import EngineClosedError
 from strata_lab.engine_loop import EngineLoop
 from strata_lab.events import EventLog, ProgressEvent, StateEvent, StepEvent, TokenEvent
+from strata_lab.expert_counts import WatchesExperts
 from strata_lab.explain import explain
 from strata_lab.intake import Intake, Prompt
 from strata_lab.kernels import bind
-from strata_lab.op_swap import SwapsOps
 from strata_lab.prompt_embeds import checked, placeholder_ids
 from strata_lab.request import RequestOutput, check_token_ids
 from strata_lab.sampling_params import SamplingParams
@@ -40,7 +40,7 @@ __all__ = ["EngineClosedError", "EngineStats", "LLMEngine"]
 _open_engines: weakref.WeakSet[LLMEngine] = weakref.WeakSet()
 
 
-class LLMEngine(SwapsOps):
+class LLMEngine(WatchesExperts):
     """A model, its KV cache and the loop that serves it.
 
     Example:

@@ -13,6 +13,7 @@ from typing import Any
 
 from strata_lab.draft_events import Draft as Draft
 from strata_lab.draft_events import SpeculationEvent as SpeculationEvent
+from strata_lab.expert_events import ExpertEvent as ExpertEvent
 
 FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
 
@@ -290,6 +291,7 @@ Event = (
     | StateEvent
     | SentEvent
     | SpeculationEvent
+    | ExpertEvent
 )
 
 

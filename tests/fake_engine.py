@@ -62,7 +62,7 @@ class FakeEngine:
         self.events = EventLog()
         self.optimizations = Optimizations(weight_format="int8", kv_cache_dtype="fp32", max_model_len=2048)
         self.config = SimpleNamespace(model=self.model, block_size=16)
-        self.model_config = SimpleNamespace(vocab_size=1000)
+        self.model_config = SimpleNamespace(vocab_size=1000, num_experts=0)
         self.tokenizer = SimpleNamespace(chat_template="{{ messages }}", encode=_encode)
         self.device, self.fallbacks, self.closed = "cpu", (), False
         self.requests: dict[str, FakeRequest] = {}
@@ -141,6 +141,9 @@ class FakeEngine:
                 for i, r in enumerate(running)
             )
             return StateEvent(time.perf_counter(), views, 512, 16, ())
+
+    def experts(self) -> None:
+        return None
 
     # -- the made-up model --------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from strata_widgets import (
     DetailBar,
     DraftLanes,
     EngineHeader,
+    ExpertMap,
     HardwareStrip,
     LoadPanel,
     PromptBox,
@@ -68,6 +69,7 @@ FILLED = {
     BlockMap: {"owners": [{"title": "a", "color": 0}], "kinds": [{**TIP, "key": "own", "count": 1}]},
     BatchLanes: {"totals": [TIP]},
     DraftLanes: {"numbers": [TIP], "lanes": [{"id": "a", "title": "a", "color": 0, "rounds": []}]},
+    ExpertMap: {"numbers": [TIP], "num_layers": 1, "num_experts": 2, "top_k": 1},
     HardwareStrip: {"readings": [{**TIP, "tone": ""}]},
     QualityChart: {"points": [{"label": "int8", "x": 1.0, "y": 0.1, "best": True, "tip": "t"}]},
 }

@@ -2,7 +2,8 @@
 
 Contract: `rms_norm`, `router_topk`, `moe_mlp` and the residual in a row; x [T, hidden] is not changed, the result is a
 new one like it. Bytes moved: the router, and every distinct expert once. As one operator the norm is applied where x is
-read, and the weighted sum and the residual where the result is written.
+read, and the weighted sum and the residual where the result is written. What is built in also takes a `tally`, which is
+told the experts chosen (`expert_counts.py`); the contract does not ask for it.
 """
 
 from __future__ import annotations
@@ -37,10 +38,13 @@ def composed(
         *,
         top_k: int,
         normalize: bool,
+        tally: Any = None,
     ) -> Tensor:
         """See the module."""
         h = norm(x, norm_weight, eps)
         weights, expert_ids = route(h, router, top_k, normalize)
+        if tally is not None:
+            tally.ids(expert_ids)
         return x + experts(h, gate_up, down, weights, expert_ids)
 
     return run

@@ -149,7 +149,7 @@ class CausalLM:
     ) -> None:
         self.config, self.weights, self.ops, self.rotary = config, weights, ops, rotary
         self.attention = (FusedAttention if fused else PlainAttention)(config, ops)
-        self.mlp = (FusedMlp if fused else PlainMlp)(config, ops)
+        self.mlp: Callable[[Tensor, MlpWeights | MoeWeights], Tensor] = (FusedMlp if fused else PlainMlp)(config, ops)
 
     def embed(self, input_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """[T] -> [T, hidden]."""

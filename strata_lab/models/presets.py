@@ -1,4 +1,4 @@
-"""The two reference geometries of the articles' "qwen3.8-flash", filled with random weights.
+"""Geometries filled with random weights: the two of the articles' "qwen3.8-flash", and a mixture for a laptop.
 
 For speed and memory work only: the text is noise. `qwen3.8-flash@0.05` scales layers, widths, experts and vocabulary
 so that a small relative runs in a test; the ratios between them stay recognizable. Nothing is read from disk.
@@ -30,6 +30,11 @@ PRESETS = {
         architecture="qwen3", vocab_size=151936, hidden_size=2560, num_layers=36, num_q_heads=32, num_kv_heads=8,
         head_dim=128, intermediate_size=9728, max_position=40960, rope_theta=1e6, rms_norm_eps=1e-6, qk_norm=True,
         tie_word_embeddings=True,
+    ),
+    "moe-small": ModelConfig(
+        architecture="qwen3_moe", vocab_size=4096, hidden_size=256, num_layers=8, num_q_heads=8, num_kv_heads=2,
+        head_dim=32, intermediate_size=512, max_position=4096, rope_theta=1e6, rms_norm_eps=1e-6, qk_norm=True,
+        num_experts=16, num_experts_per_tok=2, moe_intermediate_size=128,
     ),
 }  # fmt: skip
 INIT_STD = 0.02  # standard deviation of the random weights: GPT-2's, keeps activations finite at any depth

@@ -209,10 +209,9 @@ class Details:
         self._open = opened  # replaced whole: the pump may be going through the old one
         self._changed([self.all[n] for n in self.open_names])
 
-    @property
-    def wants_state(self) -> bool:
-        """Whether one that is open shows pictures of all requests, also of an idle engine."""
-        return PoolDetail.name in self._open
+    def is_open(self, name: str) -> bool:
+        """Whether it is open."""
+        return name in self._open
 
     def take(self, event: Event) -> None:
         """Hand an event to those that are open."""

@@ -15,7 +15,8 @@ from typing import Any
 from strata_lab.events import Event, ProgressEvent, SentEvent, SettingEvent, StateEvent, StepEvent
 from strata_lab.telemetry import bandwidth
 from strata_lab.workbench.causes import Ceiling
-from strata_lab.workbench.details import Context
+from strata_lab.workbench.details import Context, PoolDetail
+from strata_lab.workbench.experts import ExpertsDetail
 from strata_lab.workbench.ladder import Ladder
 from strata_lab.workbench.lanes import Lane, Lanes
 from strata_lab.workbench.meter import WINDOW_S, RateMeter, Sample
@@ -25,6 +26,7 @@ from strata_widgets.rate_chart import pack_samples
 
 PERIOD_S = 0.1
 STATE_EVERY_S = 0.25  # between two pictures of all requests
+EXPERTS_EVERY_S = 0.5  # between two readings of the experts' counts
 KEPT_S = 60.0  # what the chart shows
 MAX_MARKERS = 50
 SNAPSHOT_EVERY_S = 2.0  # how long a view that opened late may lack text
@@ -57,7 +59,7 @@ class Feed:
         self._ladder.set(engine.optimizations.as_dict(), "start", self._origin_s)
         self._ceiling_for = -1  # bytes of a step that `context.ceiling` is the bandwidth for
         self._given_ladder = False  # records are shown, not what is toggled
-        self._state_due_s = 0.0
+        self._state_due_s = self._experts_due_s = 0.0
         self._prompts_until_s = 0.0  # samples up to here cover prompt tokens
         self._samples: deque[Sample] = deque()
         self._markers: deque[dict[str, Any]] = deque(maxlen=MAX_MARKERS)
@@ -160,9 +162,7 @@ class Feed:
         events, self._cursor, lost = self.engine.events.since(self._cursor)
         now_s = time.perf_counter()
         with self._lock:
-            state = self._picture(now_s, bool(events))
-            taken = events if state is None else [*events, state]
-            changed = [event for event in taken if self._take(event)]
+            changed = [event for event in [*events, *self._asked(now_s, bool(events))] if self._take(event)]
             if drop_task:
                 self._task, self._fraction = "", -1.0
             if not events and not self._quiet:
@@ -189,13 +189,17 @@ class Feed:
             self.show_settings()
         self._push_state(busy)
 
-    def _picture(self, now_s: float, has_news: bool) -> StateEvent | None:
-        """A picture of all requests where one is due: not more often than it can be looked at."""
-        if now_s < self._state_due_s or not (has_news or not self._quiet or self.panels.details.wants_state):
-            return None
-        self._state_due_s = now_s + STATE_EVERY_S
-        state: StateEvent | None = self.engine.snapshot()
-        return state
+    def _asked(self, now_s: float, has_news: bool) -> list[Event]:
+        """What the engine tells only when it is asked, where it is due: not more often than it can be looked at."""
+        found: list[Event | None] = []
+        is_open = self.panels.details.is_open
+        if now_s >= self._state_due_s and (has_news or not self._quiet or is_open(PoolDetail.name)):
+            self._state_due_s = now_s + STATE_EVERY_S
+            found.append(self.engine.snapshot())
+        if now_s >= self._experts_due_s and is_open(ExpertsDetail.name):
+            self._experts_due_s = now_s + EXPERTS_EVERY_S
+            found.append(self.engine.experts())
+        return [event for event in found if event is not None]
 
     def _take(self, event: Event) -> bool:
         """Take in one event; whether settings changed."""
@@ -211,7 +215,7 @@ class Feed:
             self._meter.feed(event)
             for token in event.tokens:
                 self._lanes.feed(token, event.t_s)
-        elif isinstance(event, SettingEvent):
+        elif isinstance(event, SettingEvent) and event.changes:  # else it only counts its experts, or stops to
             label = marker_label(event.changes)
             self._markers.append({"t": event.t_s - self._origin_s, "label": label})
             self._ladder.set(self.engine.optimizations.as_dict(), label, event.t_s)

@@ -15,6 +15,7 @@ from strata_lab.config import toggles
 from strata_lab.settings import Toggle
 from strata_lab.workbench.details import CausesDetail, Detail, Details, HardwareDetail, PoolDetail
 from strata_lab.workbench.drafts import DraftsDetail
+from strata_lab.workbench.experts import DENSE, ExpertsDetail
 from strata_lab.workbench.frontier import QualityDetail
 from strata_lab.workbench.ladder import CLAIMS, CLAIMS_NOTE
 from strata_lab.workbench.loads import load_data
@@ -52,6 +53,7 @@ class Panels:
         header, toggles, prompt, loads, climb, chart, stream: always on the page.
         details_bar, details: which panels of details are open.
         causes: the panel that is open at first.
+        experts: the panel for mixtures of experts.
         names: of requests, for all panels.
         all: every widget, open or not.
         box: the page.
@@ -67,12 +69,21 @@ class Panels:
         self.chart = RateChart(numbers=NUMBERS, values=[None] * len(NUMBERS))
         self.stream = TokenStream()
         self.causes = CausesDetail()
-        details: list[Detail] = [self.causes, PoolDetail(), DraftsDetail(), HardwareDetail(), QualityDetail()]
-        self.details_bar = DetailBar(panels=[{"name": d.name, "title": d.title, "tip": d.tip} for d in details])
+        self.experts = ExpertsDetail()
+        details: list[Detail] = [
+            self.causes,
+            PoolDetail(),
+            DraftsDetail(),
+            self.experts,
+            HardwareDetail(),
+            QualityDetail(),
+        ]
+        self.details_bar = DetailBar()
         self._drawers = {detail.name: _drawer(detail) for detail in details}
         self._open_drawers = ipywidgets.Box()
         self._open_drawers.add_class("strata-details")
         self.details = Details(details, self._show)
+        self.offer_experts(None)
         shown = (
             self.header,
             self.toggles,
@@ -87,6 +98,16 @@ class Panels:
         self.box = ipywidgets.Box((*shown, self._open_drawers))
         self.box.add_class("strata-workbench")
         self.details.set_open(self.causes.name, True)
+
+    def offer_experts(self, num_experts: int | None) -> None:
+        """Give the experts' panel a button where there are some; None: the model is not known yet."""
+        offered = [d for d in self.details.all.values() if num_experts or d is not self.experts]
+        self.details_bar.push(
+            panels=[{"name": d.name, "title": d.title, "tip": d.tip} for d in offered],
+            note=f"{ExpertsDetail.title}: {DENSE[0].lower()}{DENSE[1:]}" if num_experts == 0 else "",
+        )
+        if num_experts == 0:
+            self.experts.say(DENSE)
 
     def _show(self, details: list[Detail]) -> None:
         self._open_drawers.children = [self._drawers[detail.name] for detail in details]

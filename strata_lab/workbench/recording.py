@@ -87,6 +87,7 @@ class Recorder:
             "effects": engine.explain(),
             "fallbacks": [[fallback.feature, fallback.reason] for fallback in engine.fallbacks],
             "stats": asdict(engine.stats()),
+            "num_experts": engine.model_config.num_experts,
             "ceiling": asdict(ceiling),
         }
         self._file: TextIO = self.path.open("w", encoding="utf-8")
@@ -150,6 +151,7 @@ class Replay:
         self.path = Path(path)
         self._head = head = self._read_head()
         self.config = SimpleNamespace(model=head["model"])
+        self.model_config = SimpleNamespace(num_experts=head.get("num_experts", 0))
         self.device: str = head["device"]
         self.tokenizer = None
         self.optimizations = Settings(head["optimizations"])
@@ -190,6 +192,12 @@ class Replay:
     def snapshot(self) -> StateEvent | None:
         """The last picture of all requests; None before the first."""
         return self._state
+
+    def watch_experts(self, on: bool = True) -> None:
+        """What was counted comes with the recording."""
+
+    def experts(self) -> None:
+        """It comes as an event."""
 
     def explain(self) -> dict[str, str]:
         """What each toggle did on the machine that was recorded."""

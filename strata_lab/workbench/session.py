@@ -18,11 +18,11 @@ from typing import Any
 from strata_lab.config import DEFAULT_MODEL, engine_config
 from strata_lab.sampling_params import RequestError, SamplingParams
 from strata_lab.telemetry import bandwidth
-from strata_lab.workbench.changes import SettingChanges
 from strata_lab.workbench.feed import Feed
 from strata_lab.workbench.ladder import stages_of
 from strata_lab.workbench.lanes import MAX_LANES, Lane, Run
 from strata_lab.workbench.loads import label, load_requests, send
+from strata_lab.workbench.opening import OpensDetails
 from strata_lab.workbench.panels import Panels
 from strata_lab.workbench.recording import Recorder, Replay
 
@@ -37,7 +37,7 @@ def _load_engine(model: str, options: dict[str, Any], on_progress: Callable[[str
     return LLMEngine(model, on_progress=on_progress, **options)
 
 
-class Workbench(SettingChanges):
+class Workbench(OpensDetails):
     """A page for an engine: toggles, prompt, streamed text, live speed, the climb, and panels that say why.
 
     Args:
@@ -141,7 +141,9 @@ class Workbench(SettingChanges):
             self.panels.toggles.push(enabled=enabled)
             self.panels.prompt.push(enabled=enabled, can_chat=can_chat)
             self.panels.loads.push(enabled=enabled)
+            self.panels.offer_experts(engine.model_config.num_experts)
             self._feed.start()
+            self._queue(self._settings, self._watch_experts)
             self._ready.set()
 
     def close(self) -> None:
@@ -162,6 +164,8 @@ class Workbench(SettingChanges):
                 feed.recorder.stop()
             if self._owns_engine:
                 engine.close()
+            elif engine.model_config.num_experts:
+                engine.watch_experts(False)
         for workers in (self._requests, self._settings):
             workers.shutdown(wait=True)
         self._feed = None
@@ -259,24 +263,6 @@ class Workbench(SettingChanges):
         self.panels.loads.push(answer={"number": next(self._count), **answer})
 
     # -- panels -------------------------------------------------------------------------------------------------
-
-    def open(self, *names: str) -> None:
-        """Open panels of details: "causes", "blocks", "hardware", ... (`wb.panels.details.all`).
-
-        Raises:
-            ValueError: there is none of that name.
-        """
-        for name in names:
-            self.panels.details.set_open(name, True)
-
-    def fold(self, *names: str) -> None:
-        """Close panels of details; all without a name. A closed one gets no data and costs nothing."""
-        for name in names or self.panels.details.open_names:
-            self.panels.details.set_open(name, False)
-
-    def _open_asked(self, name: str, is_open: bool) -> None:
-        if name in self.panels.details.all:
-            self.panels.details.set_open(name, is_open)
 
     def show_climb(self, records: Any) -> None:
         """Show a measured climb in place of the live one: records of `strata climb`, or the path of their file.

@@ -101,3 +101,28 @@ def test_what_the_engine_takes_stays_within_its_share_of_the_card(tmp_path: Any)
         free_now, _ = torch.cuda.mem_get_info()
         assert (total - free_now) / total <= share
         assert (total - free_now) / total >= share - 0.05, "and the pool uses what there is"
+
+
+def test_experts_are_counted_inside_of_graphs_and_padding_is_not(tmp_path: Any) -> None:
+    folder, _ = write_checkpoint(tmp_path, "qwen3_moe")
+    with LLMEngine(folder, **SETTINGS, weight_format="fp8", kv_cache_dtype="fp8", prefix_cache=False) as engine:
+
+        def counted(many: int) -> list[int]:
+            before = engine.experts()
+            engine.generate(prompts(many), GREEDY)
+            after = engine.experts()
+            assert before is not None and after is not None
+            return [now - then for now, then in zip(after.counts, before.counts, strict=True)]
+
+        plain = engine.generate(prompts(9), GREEDY)
+        engine.watch_experts()
+        assert isinstance(engine._loop.parts.runner, RunAhead)
+        assert [o.token_ids for o in engine.generate(prompts(9), GREEDY)] == [o.token_ids for o in plain]
+        captured = counted(9)  # in a capture of 10
+        assert engine.apply(cuda_graph=False).ok
+        eager = counted(9)
+        config = engine.model_config
+        assert sum(eager) % (config.num_layers * config.num_experts_per_tok) == 0
+        ahead = sum(captured) - sum(eager)  # tokens that were computed ahead of their requests' end
+        assert 0 <= ahead <= 9 * 4 * config.num_layers * config.num_experts_per_tok
+        assert all(now >= then for now, then in zip(captured, eager, strict=True))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from strata_lab.expert_counts import Tally
 from strata_lab.kernels.gpu import launch, moe, moe_half_int4, moe_step
 from strata_lab.kernels.gpu.moe import moe_block_triton, moe_mlp_triton, router_topk_triton
 from strata_lab.quant import get_format
@@ -213,6 +214,27 @@ def test_equal_logits_go_to_the_lower_expert(tokens: int, device: torch.device) 
     assert torch.equal(ids, _exact_route(x, router, 5, True)[1])
     _, ids = router_topk_triton(x, torch.zeros_like(router), 5, True)
     assert torch.equal(ids, torch.arange(5, device=device).expand(tokens, 5))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 19])
+def test_choices_are_counted_as_they_are_made_and_padding_is_not(tokens: int, device: torch.device) -> None:
+    logits = torch.randint(-3, 4, (tokens, 13), device=device).float()
+    slots = torch.arange(tokens, device=device) * torch.where(torch.arange(tokens, device=device) % 3 == 2, -1, 1)
+    counts = torch.full((13,), 7, device=device)
+    moe_step.count_choices(logits, slots, counts, 5)
+    weights, ids = moe_step.empty_routing(logits, 5, torch.int64)
+    moe_step.select(logits, weights, ids, True)
+    assert torch.equal(counts, 7 + torch.bincount(ids[slots >= 0].flatten(), minlength=13))
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_block_tells_its_choices_to_whoever_counts(tokens: int, device: torch.device) -> None:
+    w, x, tally = _weights("fp8", 32, 16, device), torch.randn(tokens, 32, device=device), Tally()
+    tally.row, tally.slots = torch.zeros(EXPERTS, dtype=torch.int64, device=device), torch.zeros(tokens, device=device)
+    assert torch.equal(_block(x, w, tally=tally), _block(x, w))
+    h = torch.nn.functional.rms_norm(x, (32,), w["norm_weight"], EPS)
+    ids = _exact_route(h, w["router"], TOP_K, True)[1]
+    assert torch.equal(tally.row, torch.bincount(ids.flatten(), minlength=EXPERTS))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

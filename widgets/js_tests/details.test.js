@@ -5,6 +5,7 @@ import batchLanes, { requestText, widths } from "../strata_widgets/batch_lanes/v
 import blockMap, { cellText, layout } from "../strata_widgets/block_map/view.js";
 import detailBar from "../strata_widgets/detail_bar/view.js";
 import draftLanes, { roundText, visible } from "../strata_widgets/draft_lanes/view.js";
+import expertMap, { cellText as cellExpert, depth, layerText, layout as layoutExperts } from "../strata_widgets/expert_map/view.js";
 import hardwareStrip from "../strata_widgets/hardware_strip/view.js";
 import qualityChart, { nearestPoint } from "../strata_widgets/quality_chart/view.js";
 import rooflineGauge, { shareText } from "../strata_widgets/roofline_gauge/view.js";
@@ -74,7 +75,7 @@ test("lanes come and go with the requests, and an empty batch says what to do", 
 });
 
 test("a panel is asked for, and the button tells whether it is open", () => {
-  const model = new FakeModel({ panels: [{ name: "causes", title: "Causes", tip: "t" }, { name: "blocks", title: "Blocks", tip: "t" }], shown: ["causes"] });
+  const model = new FakeModel({ panels: [{ name: "causes", title: "Causes", tip: "t" }, { name: "blocks", title: "Blocks", tip: "t" }], shown: ["causes"], note: "Experts: none" });
   const { el } = show(detailBar, model);
   page.paint();
   const [causes, blocks] = el.all((node) => node.tag === "button");
@@ -82,6 +83,7 @@ test("a panel is asked for, and the button tells whether it is open", () => {
   blocks.fire("click");
   causes.fire("click");
   assert.deepEqual(model.sent, [{ kind: "open", name: "blocks", open: true }, { kind: "open", name: "causes", open: false }]);
+  assert.equal(byClass(el, "note").textContent, "Experts: none");
   assert.equal(causes.getAttribute("aria-expanded"), "true", "only the kernel opens and closes");
 });
 
@@ -150,4 +152,50 @@ test("load is sent by name, and the answer is told", () => {
   assert.deepEqual(model.sent, [{ kind: "load", name: "A" }, { kind: "stop" }]);
   assert.equal(byClass(el, "answer").textContent, "too long");
   assert.ok(byClass(el, "answer").classes.has("bad"));
+});
+
+const COUNTS = [6, 2, 0, 0, 2, 2, 2, 2]; // two layers of four experts, two of them a token
+
+test("an expert is told with its count, its share and the formula of that", () => {
+  assert.match(cellExpert(COUNTS, 0, 4, 2), /^layer 0, expert 0: chosen 6 times, share 75\.0 % = 6 \/ \(4 tokens × 2 experts a token\); an even share is 25\.0 %/);
+  assert.match(cellExpert([0, 0], 1, 2, 1), /share –/);
+  assert.equal(layerText(COUNTS.slice(0, 4), 0), "layer 0: most to expert 0, 75.0 %; 2 never chosen");
+  assert.equal(layerText([0, 0], 3), "layer 3: nothing yet");
+});
+
+test("a cell is as dark as its share, up to three even shares", () => {
+  assert.deepEqual([depth(0, 8, 4), depth(2, 8, 4), depth(8, 8, 4), depth(0, 0, 4)], [0, 1 / 3, 1, 0]);
+  const wide = layoutExperts(40, 64, 700);
+  assert.ok(wide.cellWidth * 64 <= 700 && wide.height <= 340);
+});
+
+test("the heat map draws every expert, is read by keyboard and in words, and leaves nothing behind", () => {
+  const bytes = new Float64Array([0, ...COUNTS]).buffer; // begins at an offset, as buffers from a kernel may
+  const numbers = [{ label: "tokens", value: "4", tip: "formula" }];
+  const model = new FakeModel({ counts: new DataView(bytes, 8), num_layers: 2, num_experts: 4, top_k: 2, numbers, note: "", enabled: true });
+  const { el, cleanup } = show(expertMap, model);
+  page.paint();
+  const canvas = el.find((node) => node.tag === "canvas");
+  assert.equal(canvas.drawing.rects.length, 8);
+  assert.equal(canvas.getAttribute("aria-valuetext"), "tokens 4");
+  for (const key of ["Home", "ArrowDown", "ArrowRight"]) canvas.fire("keydown", { key });
+  page.paint();
+  assert.match(canvas.getAttribute("aria-valuetext"), /^layer 1, expert 1: chosen 2 times/);
+  const words = el.find((node) => node.tag === "details");
+  words.open = true;
+  words.fire("toggle");
+  page.paint();
+  assert.deepEqual(words.all((node) => node.tag === "li").map((node) => node.textContent.slice(0, 9)), ["layer 0: ", "layer 1: "]);
+  el.find((node) => node.tag === "button").fire("click");
+  assert.deepEqual(model.sent, [{ kind: "restart" }]);
+  cleanup();
+  assert.deepEqual([model.handlers.length, page.observers.active, page.pending()], [0, 0, 0]);
+});
+
+test("without counts there is no map, only the reason", () => {
+  const model = new FakeModel({ counts: empty(), num_layers: 0, num_experts: 0, top_k: 0, numbers: [], note: "None: this model is dense.", enabled: false });
+  const { el } = show(expertMap, model);
+  page.paint();
+  assert.equal(el.find((node) => node.tag === "figure").hidden, true);
+  assert.match(el.textContent, /None: this model is dense\./);
 });

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from strata_widgets.detail_bar import DetailBar
     from strata_widgets.draft_lanes import DraftLanes
     from strata_widgets.engine_header import EngineHeader
+    from strata_widgets.expert_map import ExpertMap
     from strata_widgets.hardware_strip import HardwareStrip
     from strata_widgets.load_panel import LoadPanel
     from strata_widgets.prompt_box import PromptBox
@@ -41,6 +42,7 @@ WIDGETS = {
     "BlockMap": "strata_widgets.block_map",
     "BatchLanes": "strata_widgets.batch_lanes",
     "DraftLanes": "strata_widgets.draft_lanes",
+    "ExpertMap": "strata_widgets.expert_map",
     "HardwareStrip": "strata_widgets.hardware_strip",
     "QualityChart": "strata_widgets.quality_chart",
 }
@@ -53,6 +55,7 @@ __all__ = [
     "DetailBar",
     "DraftLanes",
     "EngineHeader",
+    "ExpertMap",
     "HardwareStrip",
     "LoadPanel",
     "PromptBox",

@@ -145,16 +145,19 @@ def moe_mlp_invariant(
 
 def moe_block_invariant(
     x: Tensor, norm_weight: Tensor, eps: float, router: Tensor, gate_up: LinearWeight, down: LinearWeight,
-    *, top_k: int, normalize: bool,
+    *, top_k: int, normalize: bool, tally: Any = None,
 ) -> Tensor:  # fmt: skip
     """`moe_block_triton` with one order of sums."""
     if gate_up.format == "fp32":
-        return moe_block_by_row(x, norm_weight, eps, router, gate_up, down, top_k=top_k, normalize=normalize)
+        some = {"top_k": top_k, "normalize": normalize, "tally": tally}
+        return moe_block_by_row(x, norm_weight, eps, router, gate_up, down, **some)
     if x.shape[0] == 0:
         return torch.empty_like(x)
     x = as_rows(x)
     h = rms_norm_triton(x, norm_weight, eps)
     weights, ids = _routed(h, router, top_k, normalize, torch.int32)
+    if tally is not None:
+        tally.ids(ids)
     return Step(x, gate_up, down, top_k, config_of(gate_up)).grouped(h, weights, ids, x, ROWS)
 
 

@@ -22,10 +22,9 @@ from torch import Tensor
 from strata_lab.kernels.gpu import meta
 from strata_lab.kernels.gpu.elementwise import rms_norm_triton
 from strata_lab.kernels.gpu.moe_config import CONFIGS, DECODE_TOKENS, MoeConfig
-from strata_lab.kernels.gpu.moe_step import Step, as_rows, empty_routing, route_logits, select
+from strata_lab.kernels.gpu.moe_step import Step, as_rows, count_choices, empty_routing, route_logits, select
+from strata_lab.kernels.moe_block import moe_block_ref
 from strata_lab.kernels.moe_mlp import moe_mlp_ref
-from strata_lab.kernels.rms_norm import rms_norm_ref
-from strata_lab.kernels.router_topk import router_topk_ref
 from strata_lab.quant.base import LinearWeight
 
 
@@ -59,15 +58,14 @@ def moe_mlp_triton(
 
 def moe_block_triton(
     x: Tensor, norm_weight: Tensor, eps: float, router: Tensor, gate_up: LinearWeight, down: LinearWeight,
-    *, top_k: int, normalize: bool, config: MoeConfig | None = None,
+    *, top_k: int, normalize: bool, config: MoeConfig | None = None, tally: Any = None,
 ) -> Tensor:  # fmt: skip
     """x + experts(rms_norm(x)) of x [T, hidden]: norm, routing, experts and residual of one layer.
 
     The norm is rounded to x's dtype, as the norm operator does it.
     """
     if gate_up.format == "fp32":
-        h = rms_norm_ref(x, norm_weight, eps)
-        return x + moe_mlp_ref(h, gate_up, down, *router_topk_ref(h, router, top_k, normalize))
+        return moe_block_ref(x, norm_weight, eps, router, gate_up, down, top_k=top_k, normalize=normalize, tally=tally)
     if x.shape[0] == 0:
         return torch.empty_like(x)
     x = as_rows(x)
@@ -76,8 +74,12 @@ def moe_block_triton(
     if step.tokens > DECODE_TOKENS:
         h = rms_norm_triton(x, norm_weight, eps)
         select(route_logits(h, router), weights, ids, normalize)
+        if tally is not None:
+            tally.ids(ids)
         return step.grouped(h, weights, ids, x)
     logits = step.norm_logits(norm_weight, eps, router)
+    if tally is not None:
+        tally.logits(logits, top_k)
     if step.tokens == 1 and step.config.fuse_down:
         return step.decode("logits", weights, ids, logits=logits, normalize=normalize, residual=x)
     plan = step.empty_plan()
@@ -101,6 +103,7 @@ def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     for tokens in (1, 8):
         yield f"mlp-fp8-{tokens}", partial(_meta_mlp, tokens)
     yield "router-512", partial(_meta_router, 512)
+    yield "count-8", partial(_meta_count, 8)
 
 
 _EXPERTS, _TOP_K, _HIDDEN, _WIDTH = 64, 8, 2560, 1024  # `qwen3.8-flash`
@@ -125,3 +128,8 @@ def _meta_mlp(tokens: int) -> Tensor:
 def _meta_router(tokens: int) -> tuple[Tensor, Tensor]:
     x, router = (meta.tensor(rows, _HIDDEN, dtype=torch.bfloat16) for rows in (tokens, _EXPERTS))
     return router_topk_triton(x, router, _TOP_K, True)
+
+
+def _meta_count(tokens: int) -> None:
+    logits, slots = meta.tensor(tokens, _EXPERTS, dtype=torch.float32), meta.tensor(tokens, dtype=torch.int64)
+    count_choices(logits, slots, meta.tensor(_EXPERTS, dtype=torch.int64), _TOP_K)

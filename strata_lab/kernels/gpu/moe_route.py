@@ -144,6 +144,21 @@ def select_kernel(
 
 
 @triton.jit
+def count_kernel(
+    logits_ptr, slots_ptr, counts_ptr, E: tl.constexpr, E_BLOCK: tl.constexpr, TOP_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Adds one to counts [E] int64 for each expert that a token of logits [T, E] takes, unless its slot is negative."""
+    token = tl.program_id(0)
+    e = tl.arange(0, E_BLOCK)
+    wait(PDL)
+    trigger(PDL)
+    rank, _ = best(logits_ptr + token * E, E, E_BLOCK, TOP_K, False)
+    real = tl.load(slots_ptr + token) >= 0
+    one = tl.full((E_BLOCK,), 1, dtype=tl.int64)
+    tl.atomic_add(counts_ptr + e, one, mask=(rank < TOP_K) & (e < E) & real, sem="relaxed")
+
+
+@triton.jit
 def plan_kernel(
     ids_ptr, experts_ptr, pairs_ptr, count_ptr, T,
     E_BLOCK: tl.constexpr, T_BLOCK: tl.constexpr, TOP_K: tl.constexpr, M: tl.constexpr, PDL: tl.constexpr,

@@ -24,6 +24,7 @@ from strata_lab.kernels.gpu.moe_grouped import grouped_kernel, sort_kernel
 from strata_lab.kernels.gpu.moe_half import GROUP
 from strata_lab.kernels.gpu.moe_one import down_one_kernel
 from strata_lab.kernels.gpu.moe_route import (
+    count_kernel,
     logits_dot_kernel,
     logits_kernel,
     plan_kernel,
@@ -318,4 +319,13 @@ def select(
         logits, weights, ids, *(plan or (None, None, None)), tokens, E=experts, E_BLOCK=e_block, T_BLOCK=t_block,
         J_BLOCK=j_block, TOP_K=weights.shape[1], NORMALIZE=normalize, PLAN=plan is not None, M=m,
         **launch.options(logits.device, num_warps=SELECT_WARPS, early=True),
+    )  # fmt: skip
+
+
+def count_choices(logits: Tensor, slots: Tensor, counts: Tensor, top_k: int) -> None:
+    """Add to counts [E] int64 what tokens of logits [T, E] choose; one with a negative slot [T] chooses nothing."""
+    tokens, experts = logits.shape
+    count_kernel[(tokens,)](
+        logits, slots, counts, E=experts, E_BLOCK=triton.next_power_of_2(experts), TOP_K=top_k,
+        **launch.options(logits.device, early=True),
     )  # fmt: skip

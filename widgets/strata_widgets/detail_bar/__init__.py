@@ -16,12 +16,14 @@ class DetailBar(StrataWidget):
     Traits:
         panels: `{name, title, tip}` per panel, in order.
         shown: names of those that are open.
+        note: what there is no panel for, and why.
     """
 
     _esm = load_view(__path__[0])
     _css = load_style(__path__[0])
     panels = t.List(t.Dict()).tag(sync=True)
     shown = t.List(t.Unicode()).tag(sync=True)
+    note = t.Unicode("").tag(sync=True)
 
     def on_open_asked(self, handler: Callable[[str, bool], None]) -> None:
         """Call `handler(name, whether to open it)` when someone presses a button. It must return at once."""

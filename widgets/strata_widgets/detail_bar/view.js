@@ -1,12 +1,13 @@
 /** One button per panel; pressed means that the panel is open. */
-import { h, painter, quiet, wire } from "../_shared.js";
+import { h, painter, quiet, setText, wire } from "../_shared.js";
 
 function render({ model, el }) {
   el.classList.add("strata", "strata-detail-bar");
   el.setAttribute("role", "group");
   el.setAttribute("aria-label", "Details");
   const row = h("div", { class: "row" });
-  el.append(h("span", { class: "s-heading", "aria-hidden": true }, "Details"), row);
+  const note = h("span", { class: "note" });
+  el.append(h("span", { class: "s-heading", "aria-hidden": true }, "Details"), row, note);
   let buttons = [];
 
   function build() {
@@ -22,10 +23,11 @@ function render({ model, el }) {
   const paint = painter(() => {
     const shown = model.get("shown");
     for (const { name, node } of buttons) node.setAttribute("aria-expanded", shown.includes(name));
+    setText(note, model.get("note"));
   });
   const wired = wire(model);
   wired.on("change:panels", build);
-  wired.on("change:shown", paint.mark);
+  for (const key of ["shown", "note"]) wired.on(`change:${key}`, paint.mark);
   build();
   return () => {
     wired.off();
