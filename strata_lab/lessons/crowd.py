@@ -37,7 +37,7 @@ def picture_of(engine: Any, prompts: Sequence[list[int]], outputs: Sequence[int]
         TimeoutError: they did not come that far in time.
     """
     if when_tokens >= sum(outputs):
-        raise ValueError(f"when_tokens={when_tokens} must be less than the {sum(outputs)} tokens in all; try half of it")
+        raise ValueError(f"when_tokens={when_tokens} must be below the {sum(outputs)} tokens in all; try half of it")
     before, deadline = engine.stats().num_output_tokens, time.monotonic() + WAIT_S
     engine.start()
     ids = [

@@ -231,8 +231,8 @@ class Checks:
         truth = expected_tokens(self.CHANCE, self.GUESSES)
         return number(
             answer, truth, within=0.03,
-            because=f"1 + 0.8 + 0.8² + 0.8³ + 0.8⁴ = {truth:.2f}. The fourth guess is of use only if the first three are "
-            "right, which is why long proposals are rarely worth it.",
+            because=f"1 + 0.8 + 0.8² + 0.8³ + 0.8⁴ = {truth:.2f}. The fourth guess is of use only if the first three "
+            "are right, which is why long proposals are rarely worth it.",
             hint="The second guess counts only if the first is right. Add up the chances, one guess after the other.",
             traps=((1 + self.CHANCE * self.GUESSES, "That counts a right guess behind a wrong one. It is thrown away."),
                    (truth - 1, "The model's own token comes on top.")),

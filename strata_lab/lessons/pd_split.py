@@ -79,8 +79,8 @@ def raster(seen: Mapping[str, Interruption], title: str) -> Any:
             made.add_scatter(
                 x=times, y=[y] * len(times), mode="markers", showlegend=False, name=name,
                 marker={"symbol": "line-ns-open", "size": 13, "color": colour, "line": {"width": 2}},
-                hovertemplate=f"{label}, {name}: a token at %{{x:.0f}} ms<br>StepEvent.t_s less when the prompt was sent"
-                "<extra></extra>",
+                hovertemplate=f"{label}, {name}: a token at %{{x:.0f}} ms<br>StepEvent.t_s less when the prompt was "
+                "sent<extra></extra>",
             )  # fmt: skip
         top, bottom = rows[-len(one.arrivals)][0] + 0.5, rows[-1][0] - 0.5
         made.add_shape(
@@ -151,7 +151,8 @@ class Checks:
         truth = gap_ms / self.ms_per_token
         return number(
             answer, truth, within=0.25,
-            because=f"{gap_ms:g} ms hold about {truth:.0f} prompt tokens here. A faster machine affords a larger slice.",
+            because=f"{gap_ms:g} ms hold about {truth:.0f} prompt tokens here. A faster machine affords a larger "
+            "slice.",
             hint="Divide the time that may pass by what one prompt token takes.",
             traps=((gap_ms * self.ms_per_token, "That multiplies. Which unit does it have?"),),
         )  # fmt: skip
