@@ -208,7 +208,7 @@ class Checks:
             answer, truth, within=0.01,
             because=f"With {truth} seats each stream has {each[truth]:.1f} tok/s; with the next measured number it has "
             f"less than {self.wanted}.",
-            hint="Divide the total of each stair of section 2 by its number of streams.",
+            hint="Divide the total of each stair of the live picture by its number of streams.",
         )  # fmt: skip
 
     def first_look(self, answer: Any) -> Verdict:
