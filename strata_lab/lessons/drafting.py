@@ -13,7 +13,7 @@ from strata_lab.lessons.checks import Verdict, choice, number
 from strata_lab.lessons.crowd import still
 from strata_lab.lessons.lesson import Lesson
 from strata_lab.lessons.measuring import Compared, Trace, applying, in_turn
-from strata_lab.lessons.theme import BLUE, COLOURS, GREY, ORANGE, figure
+from strata_lab.lessons.theme import BLUE, COLOURS, GREY, LEGEND_BELOW, ORANGE, figure
 from strata_lab.request import RequestOutput
 from strata_lab.workbench.drafts import DraftsDetail
 
@@ -131,7 +131,8 @@ def step_costs(steps: list[StepEvent]) -> dict[int, float]:
 
 def costs(steps: list[StepEvent]) -> Any:
     """A point per step, its duration against the tokens that it computed, and the medians."""
-    made = figure("What it costs to verify guesses", x="tokens computed in the step (its guesses included)", y="ms")
+    title, x = "What it costs to verify guesses", "tokens computed in the step (its guesses included)"
+    made = figure(title, x=x, y="ms", height=380, legend=LEGEND_BELOW)
     points = [(size, ms) for size, times in sizes(steps).items() for ms in times]
     made.add_scatter(
         x=[p[0] for p in points], y=[p[1] for p in points], mode="markers", name="a step",

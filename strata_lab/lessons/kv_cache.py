@@ -11,7 +11,7 @@ from strata_lab.bench.workloads import text_tokens
 from strata_lab.events import StateEvent
 from strata_lab.lessons.checks import Verdict, choice, number
 from strata_lab.lessons.measuring import Compared, Trace, applying, in_turn
-from strata_lab.lessons.theme import BLUE, COLOURS, GREY, ORANGE, figure
+from strata_lab.lessons.theme import BLUE, COLOURS, GREY, LEGEND_BELOW, ORANGE, figure
 from strata_lab.sampling_params import SamplingParams
 
 MB = 1e6
@@ -149,7 +149,8 @@ def prices(found: Mapping[str, Kept], title: str) -> Any:
 
 def held(found: Mapping[str, Kept]) -> Any:
     """Memory of a growing text, a line per setting."""
-    made = figure("A window bounds the memory of a text", x="tokens of the text", y="MB held")
+    title = "A window bounds the memory of a text"
+    made = figure(title, x="tokens of the text", y="MB held", height=380, legend=LEGEND_BELOW)
     for (label, kept), colour in zip(found.items(), COLOURS, strict=False):
         made.add_scatter(
             x=list(kept.held), y=list(kept.held.values()), name=label, mode="lines", line={"color": colour, "width": 3},

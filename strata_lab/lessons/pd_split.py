@@ -11,7 +11,7 @@ from strata_lab.events import StepEvent
 from strata_lab.lessons.checks import Verdict, choice, number
 from strata_lab.lessons.crowd import token_ms
 from strata_lab.lessons.measuring import Compared, Trace, applying, in_turn, ttft_ms
-from strata_lab.lessons.theme import BLUE, COLOURS, GREY, ORANGE, figure
+from strata_lab.lessons.theme import BLUE, COLOURS, GREY, LEGEND_BELOW, ORANGE, figure
 
 STREAMS = 3
 PROBE_TOKENS = 64
@@ -95,7 +95,8 @@ def raster(seen: Mapping[str, Interruption], title: str) -> Any:
 
 def trade(found: Mapping[int, Interruption]) -> Any:
     """Both waits against the budget of a step: the longest gap of the streams, and the newcomer's first token."""
-    made = figure("A smaller budget: shorter gaps, a later first token", x="max_num_batched_tokens", y="ms")
+    title = "A smaller budget: shorter gaps, a later first token"
+    made = figure(title, x="max_num_batched_tokens", y="ms", height=380, legend=LEGEND_BELOW)
     lines = (
         ("longest gap of a running stream", lambda f: f.worst_ms, "between two tokens, until the newcomer's first"),
         ("newcomer's first token", lambda f: f.ttft_ms, "from sending to its first token"),
