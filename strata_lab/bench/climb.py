@@ -77,8 +77,6 @@ class Climb:
         stages: what to switch on, in order; None is `plan()`.
         rounds: how often each stage is measured after; before is measured once more.
         progress: called with what is being measured and the fraction done.
-        roofline: wait for a quiet machine before each stage, and relate it to the memory's limit, measured anew. False
-            is for a lesson, which has no time for that and keeps no records.
     """
 
     def __init__(
@@ -89,9 +87,8 @@ class Climb:
         stages: list[Stage] | None = None,
         rounds: int = 1,
         progress: ProgressFn | None = None,
-        roofline: bool = True,
     ) -> None:
-        self.engine, self.course, self.rounds, self.roofline = engine, course, rounds, roofline
+        self.engine, self.course, self.rounds = engine, course, rounds
         self.stages = plan(engine.device.type) if stages is None else stages
         self.workloads = course.workloads
         self.progress = progress or (lambda task, fraction: None)
@@ -173,8 +170,7 @@ class Climb:
             self._step += 1
             return run(self.engine, self.workloads[series])
 
-        if self.roofline:
-            wait_until_quiet(QUIET_LIMIT_S)
+        wait_until_quiet(QUIET_LIMIT_S)
         sides["a"].runs, sides["b"].runs = a_b_a(switch, measure, self.rounds)
         sides["b"].speedup = _median(sides["b"].runs, series) / _median(sides["a"].runs, series)
         return sides["a"], sides["b"]
@@ -255,8 +251,7 @@ class Climb:
         if m.series != SINGLE:
             per_stream = None if middle.tpot_ms is None else 1e3 / middle.tpot_ms
             return shared | {"tok_s_per_stream": per_stream}
-        limit = self._roofline(m.name, m.runs, middle) if self.roofline else {}
-        return shared | {"tok_s_per_stream": shared["output_tok_s"], **limit}
+        return shared | {"tok_s_per_stream": shared["output_tok_s"], **self._roofline(m.name, m.runs, middle)}
 
     def _ratio_to_bf16(self, m: _Measured) -> float | None:
         """Of a weight format's figure to that of bf16 weights with all else equal; None where that was not measured."""

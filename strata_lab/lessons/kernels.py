@@ -121,17 +121,6 @@ def row_operator(kernel: Any) -> Function:
     return rms_norm
 
 
-def triton_kernel(function: Function) -> Any:
-    """A Triton kernel of a function: compiled where there is a GPU, else run by Triton's interpreter, slowly."""
-    import triton
-
-    if torch.cuda.is_available():
-        return triton.jit(function)
-    from triton.runtime.interpreter import InterpretedFunction
-
-    return InterpretedFunction(function)
-
-
 class Checks:
     """The exercises.
 

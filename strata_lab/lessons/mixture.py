@@ -106,6 +106,15 @@ def expected_distinct(num_experts: int, top_k: int, tokens: float) -> float:
     return num_experts * (1 - (1 - top_k / num_experts) ** tokens)
 
 
+def expected_by_share(counts: Sequence[Sequence[int]], top_k: int, tokens: float) -> float:
+    """The same if experts are as popular as in `counts`, mean over layers: tokens choose alike, but not together."""
+
+    def layer(row: Sequence[int]) -> float:
+        return sum(1 - (1 - min(1.0, n * top_k / sum(row))) ** tokens for n in row)
+
+    return statistics.mean(layer(row) for row in counts)
+
+
 @dataclass(frozen=True)
 class Crowding:
     """The same tokens and the same arithmetic through more or fewer experts.

@@ -3,68 +3,74 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from strata_lab.bench.climb import Climb
-from strata_lab.bench.climb_plan import Course, Stage
-from strata_lab.bench.harness import Record
-from strata_lab.bench.workloads import single_stream
+from strata_lab.bench.climb_plan import Stage, plan
+from strata_lab.config import toggles
 from strata_lab.events import SettingEvent, StepEvent
 from strata_lab.lessons.checks import Verdict, choice, number
 from strata_lab.lessons.lesson import Lesson
-from strata_lab.lessons.measuring import Trace
+from strata_lab.lessons.measuring import Compared, Trace, applying, decode_ms, in_turn
 from strata_lab.lessons.theme import BLUE, GREY, ORANGE, figure
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.telemetry.checks import Check
-from strata_lab.workbench.ladder import stages_of
 
+BASELINE = "everything off"
 SEATS = (1, 2, 4, 8)
 PROMPT_TOKENS = 8
 WINDOW_S = 0.25  # of a point of the live picture
-POLL_S = 0.005
-SETTLE_S = 0.1  # after a change: the newcomers' prompts are computed
 MARKS = {"ok": "✔", "warn": "⚠", "fail": "✘"}
 
 
 def stages(device_type: str) -> list[Stage]:
-    """The large steps of the climb on "cpu" or "cuda"."""
-    weights = "fp8" if device_type == "cuda" else "int8"
-    return [Stage("cuda_graph", True), Stage("fused_kernels", True), Stage("weight_format", weights)]
+    """The large steps of `strata climb` on "cpu" or "cuda", in its order."""
+    weights = ("weight_format", "fp8" if device_type == "cuda" else "int4")
+    wanted = (("cuda_graph", True), ("fused_kernels", True), weights)
+    return [stage for stage in plan(device_type) if (stage.toggle, stage.value) in wanted]
 
 
-def climb(lesson: Lesson, tokens: int) -> list[Record]:
-    """One stage after the other, A/B/A, one stream of `tokens` tokens; everything has to be off before."""
-    course = Course(single_stream(PROMPT_TOKENS, tokens), None)
-    return Climb(lesson.engine, course, stages=stages(lesson.engine.device.type), roofline=False).records()
+def climb(lesson: Lesson, rounds: int = 2) -> Compared:
+    """Milliseconds per token of one stream from everything off upwards, each stage on top of those before it."""
+    settings = {BASELINE: {t.name: t.off for t in toggles()}}
+    for stage in stages(lesson.engine.device.type):
+        settings[stage.name] = {**list(settings.values())[-1], stage.toggle: stage.value}
+    sides = {label: _change(lesson.engine, wanted) for label, wanted in settings.items()}
+    return in_turn(sides, lambda: decode_ms(lesson.engine, 0.25 * lesson.seconds), rounds=rounds, unit="ms per token")
 
 
-def ladder(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """The stages as the workbench's climb shows them: label, low, median, high, before, baseline."""
-    found: list[dict[str, Any]] = stages_of([r.as_dict() for r in records])["stages"]
-    return found
+def _change(engine: Any, wanted: Mapping[str, Any]) -> Callable[[], None]:
+    """Put settings in force, and only those that are not: weights are built anew no more often than they must."""
+
+    def do() -> None:
+        now = engine.optimizations.as_dict()
+        applying(engine, stage={n: v for n, v in wanted.items() if v is not None and now[n] != v})["stage"]()
+
+    return do
 
 
-def stairs(found: Sequence[Mapping[str, Any]]) -> Any:
-    """A column per stage with its spread, and what it gained."""
+def stairs(found: Compared) -> Any:
+    """A column per stage, its best round with all rounds, and what it gained on the one before."""
+    rates = {label: [1e3 / ms for ms in values] for label, values in found.rounds.items()}
+    best = [max(values) for values in rates.values()]
+    gains = ["", *(f"{b / a:.2f} times" for a, b in pairwise(best))]
     made = figure("The climb, on this machine", y="tok/s, one stream")
-    gains = ["" if i == 0 else f"{s['before']:.2f} times" for i, s in enumerate(found)]
-    median = [s["median"] for s in found]
     made.add_bar(
-        x=[s["label"] for s in found], y=median, text=[f"{m:.0f}<br>{g}" for m, g in zip(median, gains, strict=True)],
-        textposition="outside", cliponaxis=False,
-        marker_color=[BLUE if s["kept"] else GREY for s in found[:-1]] + [ORANGE],
-        error_y={
-            "type": "data", "array": [s["high"] - s["median"] for s in found], "color": GREY,
-            "arrayminus": [s["median"] - s["low"] for s in found],
-        },
-        hovertemplate="%{x}: %{y:.1f} tok/s<br>median of its runs, A/B/A; the line is slowest to "
-        "fastest<extra></extra>",
+        x=list(rates), y=best, text=[f"{b:.0f}<br>{g}" for b, g in zip(best, gains, strict=True)],
+        textposition="outside", cliponaxis=False, marker_color=BLUE,
+        hovertemplate="%{x}: %{y:.1f} tok/s<br>1000 / ms per token, best of its rounds<extra></extra>",
     )  # fmt: skip
-    return made.update_yaxes(range=[0, 1.25 * max(s["high"] for s in found)])
+    made.add_scatter(
+        x=[label for label, values in rates.items() for _ in values], y=[v for values in rates.values() for v in values],
+        mode="markers", marker={"color": GREY, "size": 12, "symbol": "line-ew-open", "line": {"width": 2}},
+        hovertemplate="%{x}: %{y:.1f} tok/s, one round<extra></extra>",
+    )  # fmt: skip
+    made.update_layout(showlegend=False)
+    return made.update_yaxes(range=[0, 1.25 * max(best)])
 
 
 @dataclass(frozen=True)
@@ -170,25 +176,22 @@ class Checks:
     """The exercises.
 
     Args:
-        climbed: the stages of the climb (`ladder`), baseline first, everything last.
+        climbed: the stages of the climb (`climb`).
         rates: seats to tokens per second of all streams.
     """
 
-    def __init__(self, climbed: Sequence[Mapping[str, Any]], rates: Mapping[int, float]) -> None:
+    def __init__(self, climbed: Compared, rates: Mapping[int, float]) -> None:
         self.climbed, self.rates = climbed, rates
 
     def product(self, answer: Any) -> Verdict:
         """What the stages' gains multiply to."""
-        kept = [s for s in self.climbed[1:-1] if s["kept"]]
-        gains = [float(s["before"]) for s in kept]
-        truth = 1.0
-        for gain in gains:
-            truth *= gain
+        best = [self.climbed.best(label) for label in self.climbed.rounds]
+        gains = [a / b for a, b in pairwise(best)]
+        truth = best[0] / best[-1]
         return number(
-            answer, truth, within=0.05,
-            because=f"{' x '.join(f'{g:.2f}' for g in gains)} = {truth:.2f}. Measured directly, everything together "
-            f"gained {self.climbed[-1]['before']:.2f} times: stages were measured at different moments, so they need "
-            "not agree.",
+            answer, truth, within=0.03,
+            because=f"{' x '.join(f'{g:.2f}' for g in gains)} = {truth:.2f}: each stage multiplies what those before "
+            "it have reached.",
             hint="Gains of stages that follow each other multiply.",
             traps=((sum(g - 1 for g in gains) + 1, "Percentages of different bases cannot be added."),),
         )  # fmt: skip
