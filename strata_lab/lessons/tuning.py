@@ -53,19 +53,24 @@ def _change(engine: Any, wanted: Mapping[str, Any]) -> Callable[[], None]:
     return do
 
 
+def gains(found: Compared) -> dict[str, float]:
+    """Stage to how many times as fast it is as the one before; the first has none."""
+    return {new: found.times_faster(new, old) for old, new in pairwise(found.rounds)}
+
+
 def stairs(found: Compared) -> Any:
     """A column per stage, its best round with all rounds, and what it gained on the one before."""
     rates = {label: [1e3 / ms for ms in values] for label, values in found.rounds.items()}
     best = [max(values) for values in rates.values()]
-    gains = ["", *(f"{b / a:.2f} times" for a, b in pairwise(best))]
+    told = ["", *(f"{gain:.2f} times" for gain in gains(found).values())]
     made = figure("The climb, on this machine", y="tok/s, one stream")
     made.add_bar(
-        x=list(rates), y=best, text=[f"{b:.0f}<br>{g}" for b, g in zip(best, gains, strict=True)],
+        x=list(rates), y=best, text=[f"{b:.0f}<br>{g}" for b, g in zip(best, told, strict=True)],
         textposition="outside", cliponaxis=False, marker_color=BLUE,
         hovertemplate="%{x}: %{y:.1f} tok/s<br>1000 / ms per token, best of its rounds<extra></extra>",
     )  # fmt: skip
     made.add_scatter(
-        x=[label for label, values in rates.items() for _ in values], y=[v for values in rates.values() for v in values],
+        x=[label for label, values in rates.items() for _ in values], y=sum(rates.values(), []),
         mode="markers", marker={"color": GREY, "size": 12, "symbol": "line-ew-open", "line": {"width": 2}},
         hovertemplate="%{x}: %{y:.1f} tok/s, one round<extra></extra>",
     )  # fmt: skip
@@ -185,15 +190,15 @@ class Checks:
 
     def product(self, answer: Any) -> Verdict:
         """What the stages' gains multiply to."""
-        best = [self.climbed.best(label) for label in self.climbed.rounds]
-        gains = [a / b for a, b in pairwise(best)]
-        truth = best[0] / best[-1]
+        each, truth = list(gains(self.climbed).values()), 1.0
+        for gain in each:
+            truth *= gain
         return number(
             answer, truth, within=0.03,
-            because=f"{' x '.join(f'{g:.2f}' for g in gains)} = {truth:.2f}: each stage multiplies what those before "
+            because=f"{' x '.join(f'{g:.2f}' for g in each)} = {truth:.2f}: each stage multiplies what those before "
             "it have reached.",
             hint="Gains of stages that follow each other multiply.",
-            traps=((sum(g - 1 for g in gains) + 1, "Percentages of different bases cannot be added."),),
+            traps=((sum(g - 1 for g in each) + 1, "Percentages of different bases cannot be added."),),
         )  # fmt: skip
 
     @property
