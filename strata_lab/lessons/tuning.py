@@ -69,8 +69,9 @@ def stairs(found: Compared) -> Any:
         textposition="outside", cliponaxis=False, marker_color=BLUE,
         hovertemplate="%{x}: %{y:.1f} tok/s<br>1000 / ms per token, best of its rounds<extra></extra>",
     )  # fmt: skip
+    rounds = [(label, value) for label, values in rates.items() for value in values]
     made.add_scatter(
-        x=[label for label, values in rates.items() for _ in values], y=sum(rates.values(), []),
+        x=[label for label, _ in rounds], y=[value for _, value in rounds],
         mode="markers", marker={"color": GREY, "size": 12, "symbol": "line-ew-open", "line": {"width": 2}},
         hovertemplate="%{x}: %{y:.1f} tok/s, one round<extra></extra>",
     )  # fmt: skip
