@@ -66,7 +66,7 @@ def stairs(found: Compared) -> Any:
     made = figure("The climb, on this machine", y="tok/s, one stream")
     made.add_bar(
         x=list(rates), y=best, text=[f"{b:.0f}<br>{g}" for b, g in zip(best, told, strict=True)],
-        textposition="outside", cliponaxis=False, marker_color=BLUE,
+        textposition="inside", insidetextanchor="middle", marker_color=BLUE,
         hovertemplate="%{x}: %{y:.1f} tok/s<br>1000 / ms per token, best of its rounds<extra></extra>",
     )  # fmt: skip
     rounds = [(label, value) for label, values in rates.items() for value in values]
