@@ -23,6 +23,7 @@ from strata_lab.telemetry.checks import Check
 BASELINE = "everything off"
 SEATS = (1, 2, 4, 8)
 PROMPT_TOKENS = 8
+WAIT_S, POLL_S = 20.0, 0.01
 WINDOW_S = 0.25  # of a point of the live picture
 MARKS = {"ok": "✔", "warn": "⚠", "fail": "✘"}
 
@@ -98,7 +99,11 @@ class Live:
 
 
 def more_seats(lesson: Lesson, seconds: float, seats: Sequence[int] = SEATS) -> Live:
-    """As many requests as the last of `seats`, all sent at once; every `seconds` more of them are let in."""
+    """As many requests as the last of `seats`, all sent at once; every `seconds` more of them are let in.
+
+    Raises:
+        TimeoutError: the engine did not decode for so many together.
+    """
     engine = lesson.engine
     engine.reset_prefix_cache()
     engine.apply(max_num_seqs=seats[0])
@@ -112,12 +117,25 @@ def more_seats(lesson: Lesson, seconds: float, seats: Sequence[int] = SEATS) -> 
         ]
         try:
             for count in seats:
+                cursor = engine.events.cursor
                 engine.apply(max_num_seqs=count)
                 time.sleep(seconds)
+                _wait_for(engine, cursor, count)
         finally:
             for request in ids:
                 engine.forget(request)
     return Live(seen, _rates(seen, seats))
+
+
+def _wait_for(engine: Any, cursor: int, count: int) -> None:
+    """Until a step since `cursor` has decoded for `count` requests: a slow machine may need longer."""
+    deadline = time.monotonic() + WAIT_S
+    while not any(s.num_decode_tokens == count for s in engine.events.since(cursor)[0] if isinstance(s, StepEvent)):
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"{count} requests did not decode together within {WAIT_S:.0f} s; is continuous_batching on?"
+            )
+        time.sleep(POLL_S)
 
 
 def _rates(seen: Trace, seats: Sequence[int]) -> dict[int, float]:
