@@ -245,7 +245,7 @@ def test_a_readers_activation_is_run_by_the_engine_or_refused_with_the_reason(le
 
 
 def test_a_climb_measures_every_stage_on_top_of_those_before(lesson: Lesson) -> None:
-    found = tuning.climb(lesson, rounds=1)
+    found = tuning.climb(lesson, rounds=2)
     assert list(found.rounds) == ["everything off", "cuda_graph=on", "fused_kernels=on", "weight_format=int4"]
     now = lesson.engine.optimizations
     assert now.cuda_graph and now.fused_kernels and now.weight_format == "int4" and not now.continuous_batching
