@@ -166,6 +166,19 @@ def test_guesses_of_a_text_are_counted_marked_and_change_nothing(lesson: Lesson)
     assert sum(map(len, drafting.sizes(guessed.steps).values())) == len(guessed.steps)
 
 
+def test_look_up_is_tried_until_it_guesses_and_stays_on(lesson: Lesson, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes, tried = [0, 0, 3, 3], []
+
+    def write(lesson: Lesson, task: str, tokens: int) -> Any:
+        tried.append(lesson.engine.optimizations.num_draft_tokens)
+        return SimpleNamespace(accepted=outcomes.pop(0))
+
+    monkeypatch.setattr(drafting, "write", write)
+    assert drafting.guess(lesson, "copy", 8).accepted == 3 and tried == [8, 7, 6]
+    assert lesson.engine.optimizations.speculative == "ngram"
+    lesson.engine.apply(speculative="none", num_draft_tokens=8)
+
+
 def test_marked_text_cannot_be_a_tag() -> None:
     token = TokenEvent("r", 1, "<b>&", 0, drafted=True)
     shown = drafting.marked(SimpleNamespace(seen=SimpleNamespace(arrivals=[(0.0, token)])))  # type: ignore[arg-type]
