@@ -52,6 +52,11 @@ class Served:
         return self.num_tokens / (self.seats * len(self.token_steps))
 
     @property
+    def first_steps(self) -> list[int]:
+        """Of each request the step that made its first token, counted from 1."""
+        return [next(i for i, s in enumerate(self.token_steps, 1) if _got(request, s)) for request in self.arrivals]
+
+    @property
     def total_ms(self) -> float:
         """Until the last token."""
         return max(times[-1] for times in self.arrivals.values())
@@ -101,9 +106,13 @@ def seat_map(served: Mapping[str, Served]) -> Any:
 
 def _squares(request: str, steps: Sequence[StepEvent]) -> list[float | None]:
     """One value per step; None once it has ended."""
-    got = [i for i, step in enumerate(steps) if any(t.request_id == request for t in step.tokens)]
+    got = [i for i, step in enumerate(steps) if _got(request, step)]
     first, last = got[0], got[-1]
     return [WAITING if i < first else FIRST if i == first else NEXT if i <= last else None for i in range(len(steps))]
+
+
+def _got(request: str, step: StepEvent) -> bool:
+    return any(token.request_id == request for token in step.tokens)
 
 
 def waits(served: Mapping[str, Served]) -> Any:
