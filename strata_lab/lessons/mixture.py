@@ -26,8 +26,8 @@ TIMED_TOKENS, CALLS, ROUNDS = 8, 8, 5
 
 def cost(engine: Any) -> StepCost:
     """Bytes of the engine's model, from its geometry and formats."""
-    on = engine.optimizations
-    return forecast(engine.model_config, on.weight_format, on.kv_cache_dtype)
+    on = engine.optimizations.as_dict()
+    return forecast(engine.model_config, on["weight_format"], on["kv_cache_dtype"])
 
 
 def stored_and_read(found: StepCost) -> Any:
