@@ -44,7 +44,11 @@ def climb(lesson: Lesson, rounds: int = 2) -> Compared:
     for stage in stages(lesson.engine.device.type):
         settings[stage.name] = {**list(settings.values())[-1], stage.toggle: stage.value}
     sides = {label: _change(lesson.engine, wanted) for label, wanted in settings.items()}
-    found = in_turn(sides, lambda: decode_ms(lesson.engine, 0.2 * lesson.seconds), rounds=rounds, unit="ms per token")
+
+    def measure() -> float:
+        return decode_ms(lesson.engine, 0.15 * lesson.seconds, prompt_tokens=PROMPT_TOKENS)
+
+    found = in_turn(sides, measure, rounds=rounds, unit="ms per token")
     list(sides.values())[-1]()
     return found
 
