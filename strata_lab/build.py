@@ -26,7 +26,7 @@ from strata_lab.block_manager import BlockManager
 from strata_lab.config import EngineConfig, Optimizations
 from strata_lab.device_sampling import GpuSampling
 from strata_lab.graph_runner import CapturedStep, CompiledStep, CpuRecorder, CudaRecorder
-from strata_lab.kernel_lab import Guarded
+from strata_lab.kernel_lab import SWAPPED_STEP, Guarded
 from strata_lab.kernels import bind, seeing
 from strata_lab.kv_cache import HostBlocks, KVCache
 from strata_lab.kv_retention import Retention
@@ -249,7 +249,7 @@ class Builder(Resolver):
         try:
             return self._captured(eager)
         except RuntimeError as error:
-            reason = f"a step with swapped {', '.join(self.swapped)} runs uncaptured: {str(error).splitlines()[0]}"
+            reason = f"{SWAPPED_STEP} {', '.join(self.swapped)} runs uncaptured: {str(error).splitlines()[0]}"
             self.record("cuda_graph", reason)
             return self._plain(eager)
 

@@ -21,6 +21,7 @@ from strata_lab.kernels.cpu.packing import unpack
 from strata_lab.kernels.spec import KernelSpec
 from strata_lab.quant.base import LinearWeight
 
+SWAPPED_STEP = "a step with swapped"  # how a fallback begins that is true only while operators are swapped
 SLOWEST_MS = 100.0  # of one call on a small case: a step makes dozens of them
 _REPEATS = 5
 _STAYS_WIDE = ("cos", "sin")  # rotations are float32 whatever the activations are

@@ -14,7 +14,7 @@ from strata_lab.apply import Fallback
 from strata_lab.build import Builder
 from strata_lab.engine_loop import EngineLoop
 from strata_lab.events import SettingEvent
-from strata_lab.kernel_lab import Guarded, SwapReport, judge, spec_of
+from strata_lab.kernel_lab import SWAPPED_STEP, Guarded, SwapReport, judge, spec_of
 from strata_lab.kernels import bind
 
 
@@ -30,6 +30,8 @@ def swap_op(builder: Builder, loop: EngineLoop, op: str, fn: Callable[..., Any] 
         if op not in kept:
             return SwapReport(op, "unchanged", "the built-in computes it already")
         del builder.swapped[op]
+        if not builder.swapped:
+            builder.fallbacks[:] = [f for f in builder.fallbacks if not f.reason.startswith(SWAPPED_STEP)]
         return SwapReport(op, "applied", "the built-in computes it again", swap_ms=_in_force(builder, loop, started))
     built_in = getattr(bind(builder.backend), op)
     report = judge(op, fn, built_in, builder.device, builder.dtype, builder.backend == "triton")

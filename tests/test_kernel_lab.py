@@ -68,6 +68,7 @@ def test_a_right_function_runs_in_the_engine_and_changes_no_token(engine: LLMEng
     assert any(f.feature == "cuda_graph" and "uncaptured" in f.reason for f in engine.fallbacks)
     assert engine.swap_op("rms_norm", None).status == "applied"
     assert engine.swapped_ops == {} and tokens(engine) == before
+    assert not any("uncaptured" in f.reason for f in engine.fallbacks), "it is captured again"
     assert engine.swap_op("rms_norm", None).status == "unchanged"
 
 

@@ -18,8 +18,12 @@ CAUSES = {
 }  # fmt: skip
 HEIGHT = 340
 GRID = "rgba(128,128,128,0.22)"
+LEGEND_BELOW = {"orientation": "h", "y": -0.3, "yanchor": "top", "x": 0, "xanchor": "left"}  # for long titles or names
 
-_TEXT = "xtick > text|ytick > text|xtitle|ytitle|gtitle|legendtext|annotation-text|textpoint text|bartext-outside"
+_TEXT = (
+    "xtick > text|ytick > text|x2tick > text|y2tick > text|xtitle|ytitle|x2title|y2title|gtitle|legendtext|"
+    "annotation-text|textpoint text|bartext-outside"
+)
 _CSS = """
 {text} {{ fill: var(--jp-ui-font-color1, {grey}) !important; }}
 .js-plotly-plot .modebar-btn path {{ fill: var(--jp-ui-font-color2, {grey}) !important; }}

@@ -164,6 +164,8 @@ class Workbench(OpensDetails):
                 feed.recorder.stop()
             if self._owns_engine:
                 engine.close()
+            elif engine.model_config.num_experts:
+                engine.watch_experts(False)
         for workers in (self._requests, self._settings):
             workers.shutdown(wait=True)
         if engine is not None and not engine.closed and engine.model_config.num_experts:
