@@ -4,6 +4,8 @@
 #   PY=python3   use this interpreter as it is; nothing is created or installed
 #   K=expr       only the tests that match (pytest -k)
 SHELL := /bin/bash
+# Packages are installed uncompiled, and hundreds of processes here import torch: what one compiles, the next one finds.
+export PYTHONDONTWRITEBYTECODE :=
 .SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 VENV ?= .venv
