@@ -821,4 +821,6 @@ def test_a_gpu_run_is_recorded_by_outcome_and_file(tmp_path) -> None:
     )
     environment = Environment(hardware={"gpu": "some"}, versions={}, date="2026-01-01", commit="abc")
     metrics = record(report, environment).metrics
-    assert metrics == {"passed": 1, "failed": 1, "skipped": 1, "passed_by_file": {"tests.gpu.a": 1}}
+    assert metrics == {
+        "passed": 1, "failed": 1, "skipped": 1, "passed_by_file": {"tests.gpu.a": 1}, "failures": ["tests.gpu.a::y"],
+    }  # fmt: skip

@@ -293,5 +293,5 @@ def test_looking_in_vain_takes_a_hundredth_of_the_time_at_most() -> None:
         drafter = Sightless(look_ms)
         s = Speculator(drafter, policy(), 4, clock_s=lambda drafter=drafter: drafter.now)
         for _ in range(400):
-            s.prepare([request])
+            s.prepare(lambda: [request])
         assert most / 1.5 < drafter.looks <= most, look_ms

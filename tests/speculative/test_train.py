@@ -21,7 +21,7 @@ from strata_lab.speculative.forecast import draft_memory
 from strata_lab.speculative.traffic import Text
 from strata_lab.speculative.train.making import before_loop
 from strata_lab.speculative.train.measure import HeldOut, acceptance
-from strata_lab.speculative.train.network import Network, Teacher, first_draft, read_target
+from strata_lab.speculative.train.network import Network, Teacher, first_draft, read_network
 from strata_lab.speculative.train.prompts import prompts, read_seeds
 from strata_lab.speculative.train.recipe import train_draft
 from strata_lab.speculative.train.settings import Recipe
@@ -132,7 +132,7 @@ def test_a_damaged_vocabulary_is_a_named_error(trained, tmp_path) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_the_plain_network_computes_what_the_reference_computes(family, tmp_path) -> None:
     checkpoint = open_checkpoint(str(write_checkpoint(tmp_path, family)[0]))
-    network = read_target(checkpoint, CPU, torch.float32)
+    network = read_network(checkpoint, CPU, torch.float32)
     ids = torch.randint(0, VOCAB, (2, 19), generator=torch.Generator().manual_seed(1))
     everything = Teacher(network, torch.arange(VOCAB))
     found = everything.log_probabilities(everything.embed(ids), torch.ones_like(ids, dtype=torch.bool))
@@ -148,7 +148,7 @@ def test_a_mixture_of_experts_is_refused_before_it_writes_texts(tmp_path) -> Non
 
 
 def training(target, state, seed: int = 0) -> Training:
-    network = read_target(open_checkpoint(str(target)), CPU, torch.float32)
+    network = read_network(open_checkpoint(str(target)), CPU, torch.float32)
     to_target = most_used(texts(), 64, VOCAB)
     teacher = Teacher(network, to_target)
     learned, held = split(texts(), 64)
@@ -269,16 +269,16 @@ def test_mistakes_are_one_line(target, tmp_path, monkeypatch, options, message) 
 
 
 def test_a_fitted_head_makes_more_of_an_untrained_draft(target) -> None:
-    network = read_target(open_checkpoint(str(target)), CPU, torch.float32)
+    network = read_network(open_checkpoint(str(target)), CPU, torch.float32)
     teacher, rows = Teacher(network, torch.arange(VOCAB)), Rows.of(texts(100, seed=1), 64)
     held_out, draft = HeldOut(teacher, texts(40), 64, CPU), first_draft(network, 1, torch.arange(VOCAB))
     before = held_out.measure(draft).by_position[0]
     teacher.fit_head(draft, [rows])
-    assert held_out.measure(draft).by_position[0] > before + 0.1
+    assert held_out.measure(draft).by_position[0] > 1.3 * before
 
 
 def test_an_untrained_draft_of_all_layers_and_tokens_is_the_target(target) -> None:
-    network = read_target(open_checkpoint(str(target)), CPU, torch.float32)
+    network = read_network(open_checkpoint(str(target)), CPU, torch.float32)
     teacher = Teacher(network, torch.arange(VOCAB))
     draft = first_draft(network, network.config.num_layers, torch.arange(VOCAB))
     assert isinstance(draft, Network)

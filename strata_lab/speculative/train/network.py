@@ -28,11 +28,12 @@ RIDGE = 1e-2  # of the mean square of a state, against directions that hardly oc
 ROWS_AT_ONCE = 4096  # rows of the target's logits that are in memory at the same time
 
 
-def read_target(source: WeightSource, device: torch.device, dtype: torch.dtype) -> Network:
-    """A dense checkpoint's model, dequantized."""
+def read_network(source: WeightSource, device: torch.device, dtype: torch.dtype) -> Network:
+    """A dense checkpoint's model, dequantized; a draft has no embedding."""
     config = source.config
+    borrowed = {EMBEDDING} if getattr(source, "draft", None) is not None else set()
     tensors: Tensors = {}
-    for name, _ in expected_tensors(config):
+    for name in [name for name, _ in expected_tensors(config) if name not in borrowed]:
         if is_linear(name):
             weight = source.linear(name)
             value = get_format(weight.format).dequantize(weight)

@@ -20,7 +20,7 @@ from strata_lab.speculative.traffic import Text, TrafficFile, read_texts
 from strata_lab.speculative.train.export import write_draft
 from strata_lab.speculative.train.making import make_texts
 from strata_lab.speculative.train.measure import Acceptance, HeldOut
-from strata_lab.speculative.train.network import Teacher, check_layers, first_draft, read_target
+from strata_lab.speculative.train.network import Teacher, check_layers, first_draft, read_network
 from strata_lab.speculative.train.prompts import own_texts, prompts, read_seeds
 from strata_lab.speculative.train.settings import Recipe
 from strata_lab.speculative.train.texts import batches, split
@@ -79,7 +79,7 @@ def train_draft(recipe: Recipe, out: Path, *, resume: bool = False, progress: Pr
         ends = [i for i in (*config.eos_token_ids, *_ends(checkpoint.tokenizer())) if i < config.vocab_size]
         to_target = most_used(learned, recipe.vocab, config.vocab_size, ends)
         progress("reading the target", 0.0)
-        network = read_target(checkpoint, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        network = read_network(checkpoint, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
         teacher = Teacher(network, to_target.to(device))
         draft = first_draft(network, recipe.layers, to_target)
         first = islice(batches(learned, schedule.batch_tokens, schedule.most_tokens, schedule.seed), FIT_BATCHES)
