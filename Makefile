@@ -17,8 +17,9 @@ PY := $(VENV)/bin/python
 ENSURE = @$(PYTHON) .ci/setup_env.py --venv $(VENV) --torch $(TORCH) --extra
 endif
 SELECT := $(if $(K),-k '$(K)')
-# Tests that measure no time and share nothing run side by side, a process and a thread to a core; the others one by one.
-UNTIMED := tests/kernels tests/quant tests/models
+# Tests that measure time or drive a browser run one by one; all others side by side, a process and a thread to a core.
+ALONE := tests/browser $(addprefix tests/test_,notebooks.py workbench.py workbench_details.py bench.py interference.py \
+  overload.py setup.py)
 SIDE_BY_SIDE = OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 # `$(call stage,name) command` prints how long the command took.
 stage = @TIMEFORMAT='[$(strip $(1)): %0R s]'; time
@@ -45,12 +46,12 @@ lab: setup model  ## set everything up and open the workbench in JupyterLab
 	  $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_FLAGS)
 
 test: setup-dev model static js  ## set up and run everything that CI runs
-	$(if $(K),,$(call stage, pytest side by side) $(SIDE_BY_SIDE) $(UNTIMED))
-	$(call stage, pytest) $(PY) -m pytest $(if $(K),$(SELECT),$(addprefix --ignore=,$(UNTIMED)))
+	$(if $(K),,$(call stage, pytest side by side) $(SIDE_BY_SIDE) $(addprefix --ignore=,$(ALONE)))
+	$(call stage, pytest) $(PY) -m pytest $(if $(K),$(SELECT),$(ALONE))
 
 check: setup-dev model static js  ## the quick part of `make test`: no test marked slow
-	$(if $(K),,$(call stage, pytest side by side) $(SIDE_BY_SIDE) -m 'not slow' $(UNTIMED))
-	$(call stage, pytest) $(PY) -m pytest -m 'not slow' $(if $(K),$(SELECT),$(addprefix --ignore=,$(UNTIMED)))
+	$(if $(K),,$(call stage, pytest side by side) $(SIDE_BY_SIDE) -m 'not slow' $(addprefix --ignore=,$(ALONE)))
+	$(call stage, pytest) $(PY) -m pytest -m 'not slow' $(if $(K),$(SELECT),$(ALONE))
 
 static: setup-dev  ## ruff, formatting and types
 	$(call stage, ruff) $(PY) -m ruff check .
