@@ -155,6 +155,8 @@ def test_a_capture_refuses_to_copy_what_changes() -> None:
 @pytest.mark.slow
 def test_the_step_that_inductor_compiles_gives_the_same_tokens(engine) -> None:
     """The alternative to a capture, kept to be measured against it."""
+    if engine.model_config.architecture != "llama":
+        pytest.skip("compiling takes long, and what is compiled is a layer like any other")
     engine.apply(fused_kernels=True)
     parts = engine._loop.parts
     prompt = [5, 6, 7, 8]
