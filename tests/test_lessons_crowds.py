@@ -120,7 +120,7 @@ def test_a_text_holds_its_bytes_rounded_up_to_blocks(lesson: Lesson) -> None:
 
 
 def test_what_is_filled_is_held_and_what_is_held_is_less_than_what_would_be_reserved(lesson: Lesson) -> None:
-    state = crowd.picture_of(lesson.engine, [[5] * 20, [6] * 33], (200, 200), when_tokens=8)
+    state = crowd.picture_of(lesson.engine, [[5] * 20, [6] * 33], (200, 200), when_tokens=60)
     room = kv_cache.room(lesson.engine, state)
     assert 0 < room.filled <= room.held <= room.filled + 2 * (state.block_size + 1) < room.reserved
     assert list(kv_cache.rooms(room).data[0].x) == [room.reserved, room.held, room.filled]

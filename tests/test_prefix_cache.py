@@ -238,12 +238,12 @@ def test_a_block_costs_microseconds(cached: bool) -> None:
     texts = [[n] * 16 * 128 for n in range(64)]
     best = float("inf")
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.thread_time()  # other programs' time is not the manager's
         for n, tokens in enumerate(texts):
             compute(blocks, f"r{n % 16}", tokens)
             if n >= 15:
                 blocks.free(f"r{(n + 1) % 16}")
-        best = min(best, (time.perf_counter() - start) / (64 * 128))
+        best = min(best, (time.thread_time() - start) / (64 * 128))
         for n in range(16):
             blocks.free(f"r{n}")
         blocks.drop_prefixes()

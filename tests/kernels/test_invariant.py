@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -39,6 +40,13 @@ def same_in_all_slices(run: Callable[[int, int], Tensor], backend: str = "") -> 
         starts = [sum(counts[:i]) for i in range(len(counts))]
         results.append(torch.cat([run(s, s + n).cpu() for s, n in zip(starts, counts, strict=True)]))
     return all(torch.equal(results[0], other) for other in results[1:])
+
+
+def blas_tells_rows_apart() -> bool:
+    """Whether a row's bits depend on its place in numpy's products, by which the interpreter computes `tl.dot`."""
+    random = np.random.default_rng(0)
+    a, b = (random.standard_normal(shape, dtype=np.float32) for shape in ((16, 32), (32, 64)))
+    return not np.array_equal(np.roll(a @ b, 1, axis=0), np.roll(a, 1, axis=0) @ b)
 
 
 def linear_inputs(name: str, device: torch.device, backend: str) -> dict[str, Any]:
@@ -115,6 +123,8 @@ def test_experts_give_each_row_the_same_bits(backend: str, ops: Any, device: tor
 @pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
 def test_a_query_gets_the_same_bits_in_every_slice_and_batch(backend: str, ops: Any, device: torch.device) -> None:
     """Decoded token by token, as one prompt, sliced, and beside others: what recompute after preemption needs."""
+    if backend == "triton" and launch.INTERPRETED and blas_tells_rows_apart():
+        pytest.skip("numpy gives a row other bits in another place on this processor; a GPU does not")
     place, total = placed(backend, device), 70
     inputs = paged_inputs([(ROWS, total), (3, 40), (1, 90)], (6, 2, 32), device=place)
     q = inputs["q"]
