@@ -135,12 +135,7 @@ class CapturedWindows:
         """[T, V] float32; valid until the next step."""
         num_seqs, width = inputs.block_tables.shape
         key = num_seqs, inputs.input_ids.shape[0], captured_width(width)
-        if key not in self._captures:
-            self._captures[key] = self._capture(*key)
-            if len(self._captures) > MAX_WINDOW_CAPTURES:
-                self._captures.popitem(last=False)
-        self._captures.move_to_end(key)
-        capture = self._captures[key]
+        capture = _latest(self._captures, key, self._capture)
         _fill(capture.inputs, inputs)
         capture.inputs.cu_seqlens_q.copy_(inputs.cu_seqlens_q)
         capture.replay()
@@ -184,12 +179,7 @@ class CapturedRows:
         """[T, V] float32; valid until the next step."""
         num_rows, width = inputs.input_ids.shape[0], inputs.block_tables.shape[1]
         key = next(rows for rows in WINDOW_ROWS if rows >= num_rows), captured_width(width)
-        if key not in self._captures:
-            self._captures[key] = self._capture(*key)
-            if len(self._captures) > MAX_WINDOW_CAPTURES:
-                self._captures.popitem(last=False)
-        self._captures.move_to_end(key)
-        capture = self._captures[key]
+        capture = _latest(self._captures, key, self._capture)
         _fill(capture.inputs, _one_by_one(inputs))
         capture.replay()
         return capture.logits[:num_rows]
@@ -200,6 +190,16 @@ class CapturedRows:
         replay, logits = self.recorder.record(lambda: self.eager.every_row(inputs), device)
         self.capture_bytes += max(0, before - free_bytes(device))
         return _Capture(replay, inputs, logits)
+
+
+def _latest(captures: OrderedDict[Any, _Capture], key: Any, capture: Callable[..., _Capture]) -> _Capture:
+    """The capture of a key, made where it is missing; of all those of windows the ones used last are kept."""
+    if key not in captures:
+        captures[key] = capture(*key)
+        if len(captures) > MAX_WINDOW_CAPTURES:
+            captures.popitem(last=False)
+    captures.move_to_end(key)
+    return captures[key]
 
 
 class CudaRecorder:

@@ -23,6 +23,7 @@ from strata_lab.speculative.ahead import DraftAhead
 from strata_lab.speculative.draft_model import DraftModel
 from tests.checkpoints import write_checkpoint
 from tests.gpu.test_engine_gpu import prompts
+from tests.gpu.test_triton_engine_gpu import check_coming_and_going, one_by_one
 from tests.test_smollm2 import MODEL, PROMPTS
 
 pytestmark = pytest.mark.gpu
@@ -114,25 +115,11 @@ def test_no_step_captures_anew_and_closing_gives_the_memory_back(folders: list[A
 
 
 def test_requests_that_come_go_and_are_aborted_get_their_tokens(folders: list[Any]) -> None:
-    lengths = (3, 60, 17, 1, 44, 30, 9, 52)
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
     with LLMEngine(folders[0], **EXACT) as engine:
-        expected = [engine.generate([p], q)[0].token_ids for p, q in zip(prompts(8), params, strict=True)]
+        expected = one_by_one(engine)
     with LLMEngine(folders[0], draft_model=folders[0], speculative="draft", max_num_seqs=3, **EXACT) as engine:
         always(engine, 5)
-        names = []
-        for index, (prompt, one) in enumerate(zip(prompts(8), params, strict=True)):
-            names.append(engine.add_request(prompt, one))
-            for _ in range(3):
-                engine.step()
-            if index == 4:
-                engine.abort(names[1])
-        while engine.step():
-            pass
-        got = [engine.output(name).token_ids for name in names]
-        assert engine.stats().kv_blocks_used == 0
-    assert got[1] == expected[1][: len(got[1])]
-    assert [t for i, t in enumerate(got) if i != 1] == [t for i, t in enumerate(expected) if i != 1]
+        check_coming_and_going(engine, expected, steps_between=3)
 
 
 def first_layers(builder: Builder, resolved: Any, whole: ModelWeights) -> DraftModel:

@@ -28,6 +28,31 @@ def tokens(folder: Any, params: Any, **options: Any) -> list[list[int]]:
     return [list(o.token_ids) for o in outputs]
 
 
+COMING = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (3, 60, 17, 1, 44, 30, 9, 52)]
+
+
+def one_by_one(engine: LLMEngine) -> list[Any]:
+    """Tokens of eight requests of different lengths, each alone."""
+    return [engine.generate([p], q)[0].token_ids for p, q in zip(prompts(8), COMING, strict=True)]
+
+
+def check_coming_and_going(engine: LLMEngine, expected: list[Any], steps_between: int) -> None:
+    """The same requests, one by one into a running batch, the second aborted on the way, get the same tokens."""
+    names = []
+    for index, (prompt, one) in enumerate(zip(prompts(8), COMING, strict=True)):
+        names.append(engine.add_request(prompt, one))
+        for _ in range(steps_between):
+            engine.step()
+        if index == 4:
+            engine.abort(names[1])
+    while engine.step():
+        pass
+    got = [engine.output(name).token_ids for name in names]
+    assert engine.stats().kv_blocks_used == 0
+    assert got[1] == expected[1][: len(got[1])]
+    assert [t for i, t in enumerate(got) if i != 1] == [t for i, t in enumerate(expected) if i != 1]
+
+
 @pytest.mark.parametrize("weight_format", ["bf16", "fp8", "int8", "int4"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_64_greedy_tokens_equal_the_reference_path(
@@ -69,24 +94,10 @@ def test_steps_are_computed_ahead_and_toggling_back_captures_nothing_again(tmp_p
 def test_requests_that_come_go_and_are_aborted_while_steps_are_queued_get_their_tokens(tmp_path: Any) -> None:
     folder, _ = write_checkpoint(tmp_path, "qwen3_moe")
     options = {"weight_format": "bf16", "kv_cache_dtype": "fp32"}
-    lengths = (3, 60, 17, 1, 44, 30, 9, 52)
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
     with LLMEngine(folder, **SETTINGS, **options, cuda_graph=False) as engine:
-        expected = [engine.generate([p], q)[0].token_ids for p, q in zip(prompts(8), params, strict=True)]
+        expected = one_by_one(engine)
     with LLMEngine(folder, **SETTINGS, **options, max_num_seqs=3) as engine:
-        names = []
-        for index, (prompt, one) in enumerate(zip(prompts(8), params, strict=True)):
-            names.append(engine.add_request(prompt, one))
-            for _ in range(4):
-                engine.step()
-            if index == 4:
-                engine.abort(names[1])
-        while engine.step():
-            pass
-        got = [engine.output(name).token_ids for name in names]
-        assert engine.stats().kv_blocks_used == 0
-    assert got[1] == expected[1][: len(got[1])]
-    assert [t for i, t in enumerate(got) if i != 1] == [t for i, t in enumerate(expected) if i != 1]
+        check_coming_and_going(engine, expected, steps_between=4)
 
 
 def test_what_the_engine_takes_stays_within_its_share_of_the_card(tmp_path: Any) -> None:
