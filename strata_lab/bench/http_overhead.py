@@ -181,8 +181,7 @@ def _record(
             "share_of_engine": statistics.median(shares),
             "share_low": low,
             "share_high": high,
-            "step_share": statistics.median(steps_ms["engine"]) / statistics.median(steps_ms["http"]),
-            "step_ms": statistics.median(steps_ms["http"]),
+            **_steps(**{name: statistics.median(ms) for name, ms in steps_ms.items() if ms}),
             **costs.medians(),
         },
         spread=Spread.of(shares),
@@ -190,6 +189,11 @@ def _record(
         "share_low and share_high are the 95% interval of their median; step_share compares the median times from "
         "step to step; client and server on the same cores",
     )
+
+
+def _steps(engine: float | None = None, http: float | None = None) -> dict[str, float]:
+    """Median steps (ms) as metrics; none where the whole batch never decoded at once, as in runs of a few tokens."""
+    return {"step_share": engine / http, "step_ms": http} if engine and http else {}
 
 
 def _many(environment: Environment, engine: Any, server: Any, ask: Client, model: str, streams: int) -> Record:

@@ -25,7 +25,7 @@ def token_ms(seen: Trace) -> dict[str, list[float]]:
 
 
 def picture_of(engine: Any, prompts: Sequence[list[int]], outputs: Sequence[int], when_tokens: int) -> StateEvent:
-    """Send requests, take a picture of them all when they have made `when_tokens` tokens together, and end them.
+    """Send requests, take a picture of them all `when_tokens` tokens after the last was sent, and end them.
 
     Args:
         engine: an open `LLMEngine` without other work.
@@ -38,14 +38,14 @@ def picture_of(engine: Any, prompts: Sequence[list[int]], outputs: Sequence[int]
     """
     if when_tokens >= sum(outputs):
         raise ValueError(f"when_tokens={when_tokens} must be below the {sum(outputs)} tokens in all; try half of it")
-    before, deadline = engine.stats().num_output_tokens, time.monotonic() + WAIT_S
-    engine.start()
     ids = [
         engine.add_request(
             prompt, SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True), request_id=f"request {i + 1}"
         )
         for i, (prompt, length) in enumerate(zip(prompts, outputs, strict=True))
     ]
+    before, deadline = engine.stats().num_output_tokens, time.monotonic() + WAIT_S
+    engine.start()
     try:
         while engine.stats().num_output_tokens - before < when_tokens:
             if time.monotonic() > deadline:

@@ -290,6 +290,7 @@ def test_without_a_compiler_the_reason_says_so(tmp_path: Path) -> None:
 
 def test_a_failed_build_carries_the_compilers_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build, "SOURCE_FOLDER", tmp_path)
+    monkeypatch.setattr(build, "_TORCH_HEADERS", ())  # they take ten seconds to read
     monkeypatch.setattr(build, "_loaded", {})
     monkeypatch.setattr(build, "_failed", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
