@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -16,7 +16,16 @@ from typer.testing import CliRunner, Result
 from strata_lab import __version__, cli
 from strata_lab.bench.harness import Environment, Spread
 from strata_lab.cli import answers
-from strata_lab.cli.options import attribute_docs, parse_toggle, sampling_flags, toggle_flags
+from strata_lab.cli.options import (
+    attribute_docs,
+    config_flags,
+    parse_toggle,
+    recipe_flags,
+    sampling_flags,
+    sampling_params,
+    server_flags,
+    toggle_flags,
+)
 from strata_lab.config import EngineConfig, toggles
 from strata_lab.events import TokenEvent
 from strata_lab.sampling_params import SamplingParams
@@ -78,6 +87,18 @@ def test_a_flag_that_is_not_given_leaves_the_default_alone() -> None:
     assert all(p.default is None for p in [*toggle_flags(), *sampling_flags()])
 
 
+def test_every_flag_is_of_a_type_that_every_typer_knows() -> None:
+    flags = [*toggle_flags(), *config_flags(), *sampling_flags(), *server_flags(), *recipe_flags()]
+    kinds = {str(next(a for a in get_args(get_args(p.annotation)[0]) if a is not type(None))) for p in flags}
+    plain = (bool, int, float, str, Path)
+    assert kinds <= {str(kind) for kind in (*plain, *(list[kind] for kind in plain))}  # type: ignore[valid-type]
+
+
+def test_what_shape_a_text_must_have_is_given_as_json() -> None:
+    wish = sampling_params({"structured_outputs": '{"choice": ["yes", "no"]}', "max_tokens": 3, "stop": []})
+    assert wish == SamplingParams(structured_outputs={"choice": ["yes", "no"]}, max_tokens=3)
+
+
 def test_the_version_is_the_packages() -> None:
     assert strata("--version").stdout == f"strata {__version__}\n"
 
@@ -115,6 +136,8 @@ def test_wrong_values_of_toggles_say_what_would_be_right(name: str, text: str, m
         (["generate", "x", "--weight-format", "int3"], "weight_format='int3' must be one of"),
         (["generate", "x", "--max-tokens", "0"], "max_tokens=0 must be a whole number"),
         (["generate", "x", "--block-size", "7"], "block_size=7 must be one of 8, 16, 32"),
+        (["generate", "x", "--structured-outputs", "yes"], "structured_outputs='yes' must be a JSON object"),
+        (["generate", "x", "--structured-outputs", '{"chioce": 1}'], "unknown key 'chioce'"),
         (["chat", "--temperature", "-1"], "temperature=-1.0 must be a number"),
         (["generate", "x", "-m", "no/such/model"], "no/such/model"),
         (["climb", "--tokens", "2"], "tokens=2 must be at least 8"),
