@@ -60,14 +60,6 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@functools.cache
-def cache_bytes(device: torch.device) -> int:
-    """Size of the second-level cache; compiling ahead of time an H200's, and 0 where nothing can be asked for."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).L2_cache_size
-    return 50 << 20 if device.type == "meta" else 0
-
-
 _counters: dict[tuple[torch.device, int], list[Tensor]] = {}
 
 
