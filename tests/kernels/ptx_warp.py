@@ -74,9 +74,15 @@ def _value(name: str, a: list[Tensor]) -> Tensor:
         source = a[0] | (a[1] << 32)
         picks = [(int(a[2][0]) >> (4 * i)) & 7 for i in range(4)]
         return sum((((source >> (8 * pick)) & 0xFF) << (8 * i) for i, pick in enumerate(picks)), a[0] * 0)
+    if name == "cvt.rn.f16x2.e4m3x2":
+        codes = torch.stack([a[0] & 0xFF, a[0] >> 8], dim=-1).to(torch.uint8)
+        return words_of(codes.view(torch.float8_e4m3fn).double(), True)
     half = "bf16" not in name
-    assert re.fullmatch(r"fma\.rn\.b?f16x2", name), name
-    return words_of(halves(a[0], half) * halves(a[1], half) + halves(a[2], half), half)
+    operation = re.fullmatch(r"(fma|mul|add)\.rn\.b?f16x2", name)
+    assert operation, name
+    x, y = halves(a[0], half), halves(a[1], half)
+    exact = {"fma": lambda: x * y + halves(a[2], half), "mul": lambda: x * y, "add": lambda: x + y}[operation[1]]()
+    return words_of(exact, half)
 
 
 def _mma(text: str, registers: dict[str, Tensor], half: bool) -> None:

@@ -101,7 +101,7 @@ def compiled(launch: Launch, arch: int) -> Any:
             attributes[(index,)] = [["tt.divisibility", _ALIGNMENT]]
     if "PDL" in constants:  # decided by the card at hand, which is not the one compiled for
         constants["PDL"] = arch == 90
-    options = {k: v for k, v in launch.options.items() if k in ("num_warps", "num_stages")}
+    options = {k: v for k, v in launch.options.items() if k in ("num_warps", "num_stages", "maxnreg")}
     source = ASTSource(launch.kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 

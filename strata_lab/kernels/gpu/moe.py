@@ -21,7 +21,7 @@ from torch import Tensor
 
 from strata_lab.kernels.gpu import meta
 from strata_lab.kernels.gpu.elementwise import rms_norm_triton
-from strata_lab.kernels.gpu.moe_config import CONFIGS, DECODE_TOKENS, MoeConfig
+from strata_lab.kernels.gpu.moe_config import CONFIGS, DECODE_TOKENS, MoeConfig, config_name
 from strata_lab.kernels.gpu.moe_step import Step, as_rows, count_choices, empty_routing, route_logits, select
 from strata_lab.kernels.moe_block import moe_block_ref
 from strata_lab.kernels.moe_mlp import moe_mlp_ref
@@ -88,8 +88,8 @@ def moe_block_triton(
 
 
 def config_of(weight: LinearWeight) -> MoeConfig:
-    """What experts of this format run with; "int4-centered" is int4 without minima."""
-    return CONFIGS["int4-centered" if weight.format == "int4" and weight.mins is None else weight.format]
+    """What experts like these run with."""
+    return CONFIGS[config_name(weight)]
 
 
 def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:

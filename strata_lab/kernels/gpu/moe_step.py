@@ -78,7 +78,7 @@ class Step:
         """Router logits [T, E] of the norm of x, for few tokens."""
         c = self.config
         rows = min(c.gate_tiles * c.gate_warps, c.shared_tiles * c.shared_warps)
-        exact = self.format == "fp8" or (self.format == "int4" and self.gate_up.mins is None and self.down.mins is None)
+        exact = self.format in ("fp8", "int8", "int4") and self.gate_up.mins is None and self.down.mins is None
         half = c.half and exact and self.dtype != torch.float32 and rows % GROUP == 0 and self._whole
         h = torch.empty(self.x.shape, dtype=torch.float16 if half else torch.float32, device=self.x.device)
         self.unit = self.empty(self.tokens, dtype=torch.float32) if half else None
