@@ -241,12 +241,15 @@ def climb(
         raise ConfigError(f"results={str(target)!r} must end in .json; try {target.with_suffix('.json')}")
     from strata_lab.bench import climb as climbing
     from strata_lab.bench import climb_report
+    from strata_lab.bench.climb_records import Unfinished
 
+    kept = Unfinished(target, lambda text: typer.echo(text, err=True))
     sizes = {"tokens": tokens, "prompt_tokens": prompt_tokens, "streams": streams, "rounds": rounds}
     chosen: dict[str, Any] = sizes | given({"workload": workload, "scale": scale, "cold": cold_starts})
     with bar() as progress:
-        records = climbing.climb(model, progress=progress, **chosen, **given(options))
+        records = climbing.climb(model, progress=progress, stage_done=kept, **chosen, **given(options))
     publish(records, html, target, climb_report, as_json)
+    kept.end()
 
 
 @app.command()
