@@ -97,9 +97,8 @@ def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     for name in ("fp8", "bf16", "int8", "int4", "int4g128", "int8row", "fp8g128"):
         for tokens in (1, 8, 16, 512) if name == "fp8" else (1, 8, 512):
             yield f"block-{name}-{tokens}", partial(_meta_block, name, tokens, torch.bfloat16)
-    yield "block-fp8-1-float32", partial(_meta_block, "fp8", 1, torch.float32)
-    yield "block-fp8-8-float32", partial(_meta_block, "fp8", 8, torch.float32)
-    yield "block-fp8-512-float32", partial(_meta_block, "fp8", 512, torch.float32)
+    for name, tokens in (("fp8", 1), ("fp8", 8), ("fp8", 512), ("int8row", 1), ("int8row", 8)):
+        yield f"block-{name}-{tokens}-float32", partial(_meta_block, name, tokens, torch.float32)
     for tokens in (1, 8):
         yield f"mlp-fp8-{tokens}", partial(_meta_mlp, tokens)
     yield "router-512", partial(_meta_router, 512)

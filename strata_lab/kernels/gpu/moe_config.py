@@ -63,21 +63,19 @@ class MoeConfig:
     fuse_down: bool = True
 
 
-_BYTES = MoeConfig(  # a byte a weight, a scale per row: swept in e4m3 on an H200
-    half=True,
-    gate_programs=4,
-    one_rows=8,
-    one_registers=168,
-    one_late=True,
-    shared_tiles=2,
-    shared_programs=3,
-    shared_registers=168,
-    down_tiles=8,
-    down_registers=128,
-)
-
 CONFIGS = {
-    "fp8": _BYTES,
+    "fp8": MoeConfig(
+        half=True,
+        gate_programs=4,
+        one_rows=8,
+        one_registers=168,
+        one_late=True,
+        shared_tiles=2,
+        shared_programs=3,
+        shared_registers=168,
+        down_tiles=8,
+        down_registers=128,
+    ),
     "bf16": MoeConfig(
         gate_tiles=1,
         one_rows=1,
@@ -87,8 +85,22 @@ CONFIGS = {
         shared_registers=128,
         down_registers=128,
     ),
-    "int8": _BYTES,
-    "int8-groups": MoeConfig(half=True, shared_tiles=2),
+    # fp8's as far as registers allow; to be swept
+    "int8": MoeConfig(
+        half=True,
+        gate_programs=4,
+        one_registers=96,
+        one_late=True,
+        shared_tiles=2,
+        shared_programs=2,
+        down_tiles=8,
+        down_registers=128,
+    ),
+    "int8-groups": MoeConfig(
+        half=True,
+        shared_warps=8,
+        down_registers=96,
+    ),
     "int4": MoeConfig(gate_tiles=1, down_tiles=1, one_rows=2, pairs=1),
     "int4-centered": MoeConfig(half=True, shared_tiles=2, down_tiles=2, pairs=1),
 }
