@@ -307,7 +307,7 @@ def test_climb_writes_a_table_a_page_and_records(tmp_path: Path, monkeypatch: py
 
     asked: dict[str, Any] = {}
 
-    def fake(model: str, *, progress: Any, **options: Any) -> list[Any]:
+    def fake(model: str, *, progress: Any, stage_done: Any, **options: Any) -> list[Any]:
         asked.update(options, model=model)
         progress("measuring", 0.5)
         conditions = {"model": model, "series": "single stream", "stage": "baseline", "kept": True, "batch": 1}
@@ -315,7 +315,9 @@ def test_climb_writes_a_table_a_page_and_records(tmp_path: Path, monkeypatch: py
         metrics = {"output_tok_s": 12.5, "speedup_vs_before": 1.0, "speedup_vs_baseline": 1.0}
         environment = Environment.now("cpu", threads=1)
         parts = {"conditions": conditions | sizes, "metrics": metrics, "spread": Spread.of([12.5])}
-        return [environment.record("climb/baseline", script="strata climb", **parts)]
+        records = [environment.record("climb/baseline", script="strata climb", **parts)]
+        stage_done(records)
+        return records
 
     monkeypatch.setattr(climb, "climb", fake)
     page = tmp_path / "deep" / "page.html"
@@ -324,6 +326,8 @@ def test_climb_writes_a_table_a_page_and_records(tmp_path: Path, monkeypatch: py
     assert asked == {"model": "tiny", "tokens": 16, "prompt_tokens": 128, "streams": 4, "rounds": 2, "block_size": 8}
     assert "baseline" in result.stdout
     assert "12.5" in result.stdout
+    assert "baseline" in result.stderr, "told as soon as it is measured"
+    assert sorted(path.name for path in page.parent.iterdir()) == ["page.html", "page.json"]
     assert page.read_text().startswith("<!doctype html>")
     assert json.loads((page.parent / "page.json").read_text())[0]["metrics"]["output_tok_s"] == 12.5
     again = strata("climb", "-m", "tiny", "--html", page, "--results", tmp_path / "else" / "where.json", "--json")
