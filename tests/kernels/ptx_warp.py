@@ -78,11 +78,9 @@ def _value(name: str, a: list[Tensor]) -> Tensor:
         codes = torch.stack([a[0] & 0xFF, a[0] >> 8], dim=-1).to(torch.uint8)
         return words_of(codes.view(torch.float8_e4m3fn).double(), True)
     half = "bf16" not in name
-    operation = re.fullmatch(r"(fma|mul|add)\.rn\.b?f16x2", name)
-    assert operation, name
-    x, y = halves(a[0], half), halves(a[1], half)
-    exact = {"fma": lambda: x * y + halves(a[2], half), "mul": lambda: x * y, "add": lambda: x + y}[operation[1]]()
-    return words_of(exact, half)
+    assert re.fullmatch(r"(fma|mul)\.rn\.b?f16x2", name), name
+    product = halves(a[0], half) * halves(a[1], half)
+    return words_of(product + halves(a[2], half) if name.startswith("fma") else product, half)
 
 
 def _mma(text: str, registers: dict[str, Tensor], half: bool) -> None:

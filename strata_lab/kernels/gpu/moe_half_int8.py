@@ -14,10 +14,13 @@ from strata_lab.kernels.gpu.moe_half_asm import sums_of_pairs
 
 def _pairs(word: str) -> tuple[list[str], list[str]]:
     """`word` -> its bytes 0 and 1, then 2 and 3, each pair in `a`."""
-    first = [f"xor.b32 w, {word}, 0x80808080;", "prmt.b32 a, w, above, 0x4140;", "add.rn.f16x2 a, a, less;"]
-    return first, ["prmt.b32 a, w, above, 0x4342;", "add.rn.f16x2 a, a, less;"]
+    less = "fma.rn.f16x2 a, a, one, less;"  # an addition would do; with this ptxas needs fewer registers
+    first = [f"xor.b32 w, {word}, 0x80808080;", "prmt.b32 a, w, above, 0x4140;", less]
+    return first, ["prmt.b32 a, w, above, 0x4342;", less]
 
 
-INT8_SUMS = tl.constexpr(
-    sums_of_pairs(_pairs, (".reg .b32 above, less;", "mov.b32 above, 0x64646464;", "mov.b32 less, 0xe480e480;"))
-)  # the upper byte of 1024; -1152
+_CONSTANTS = (  # the upper byte of 1024 four times, 1, -1152
+    ".reg .b32 above, one, less;", "mov.b32 above, 0x64646464;", "mov.b32 one, 0x3c003c00;",
+    "mov.b32 less, 0xe480e480;",
+)  # fmt: skip
+INT8_SUMS = tl.constexpr(sums_of_pairs(_pairs, _CONSTANTS))
