@@ -55,7 +55,8 @@ def stages(folder: Path, size: float, scale: float) -> list[Stage]:
     found.append(Stage("tests-record", (f"{bench}.gpu_record", *reports, "--results", out), 30))
     sweep = ("--seconds", "240", "--json", f"{out}/sweep-moe.json")
     found.append(Stage("sweep-moe", (f"{bench}.sweep_moe", "--formats", "int8", "int4", *sweep), 300))
-    sweep = ("--formats", "int4g128", "--tokens", "16", "--seconds", "120", "--json", f"{out}/sweep-linear.json")
+    sweep = ("--formats", "int4g128", "--tokens", "16", "--products", "qkv-dense", "o", "gate-up", "down")
+    sweep += ("--seconds", "120", "--json", f"{out}/sweep-linear.json")
     found.append(Stage("sweep-linear", (f"{bench}.sweep_linear", *sweep), 180))
     for name, weights, batches in ((MIXTURE, "fp8 int8 int4", "1 4 8 16"), (DENSE, "int8 int4", "8 16")):
         words = ("--model", model(name), "--weights", *weights.split(), "--batch", *batches.split(), "--prompts")
