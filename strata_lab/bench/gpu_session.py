@@ -39,9 +39,7 @@ class Stage:
 
 def stages(folder: Path, size: float, scale: float) -> list[Stage]:
     """All of them in order: `folder` for their files, `size` of the models (1.0 as they are), `scale` of climbs."""
-
-    def model(name: str) -> str:
-        return name if size == 1.0 else f"{name}@{size:g}"
+    shrunk = "" if size == 1.0 else f"@{size:g}"
 
     def tests(name: str, path: str, chosen: str, limit_s: float) -> Stage:
         report = str(folder / f"tests-{name}.xml")
@@ -50,28 +48,29 @@ def stages(folder: Path, size: float, scale: float) -> list[Stage]:
     files = [*sorted(REPOSITORY.glob("tests/gpu/test_*.py")), *sorted(REPOSITORY.glob("tests/kernels/test_*.py"))]
     found = [tests(path.stem.removeprefix("test_"), str(path), "not cpu and not memory", 300) for path in files]
     found.append(tests("memory", str(REPOSITORY / "tests/gpu"), "memory", 300))
-    out, bench = str(folder), "strata_lab.bench"
-    reports = [stage.words[-1] for stage in found]
-    found.append(Stage("tests-record", (f"{bench}.gpu_record", *reports, "--results", out), 30))
-    sweep = ("--seconds", "240", "--json", f"{out}/sweep-moe.json")
-    found.append(Stage("sweep-moe", (f"{bench}.sweep_moe", "--formats", "int8", "int4", *sweep), 300))
-    sweep = ("--formats", "int4g128", "--tokens", "16", "--products", "qkv-dense", "o", "gate-up", "down")
-    sweep += ("--seconds", "120", "--json", f"{out}/sweep-linear.json")
-    found.append(Stage("sweep-linear", (f"{bench}.sweep_linear", *sweep), 180))
+    out, reports = str(folder), [stage.words[-1] for stage in found]
+
+    def bench(name: str, module: str, limit_s: float, *words: str) -> None:
+        found.append(Stage(name, (f"strata_lab.bench.{module}", *words), limit_s))
+
+    bench("tests-record", "gpu_record", 30, *reports, "--results", out)
+    moe, linear = f"{out}/sweep-moe.json", f"{out}/sweep-linear.json"
+    bench("sweep-moe", "sweep_moe", 300, "--formats", "int8", "int4", "--seconds", "240", "--json", moe)
+    wide = ("--formats", "int4g128", "--tokens", "16", "--products", "qkv-dense", "o", "gate-up", "down")
+    bench("sweep-linear", "sweep_linear", 180, *wide, "--seconds", "120", "--json", linear)
     for name, weights, batches in ((MIXTURE, "fp8 int8 int4", "1 4 8 16"), (DENSE, "int8 int4", "8 16")):
-        words = ("--model", model(name), "--weights", *weights.split(), "--batch", *batches.split(), "--prompts")
-        words += ("--name", f"evidence-{name}", "--results", out)
-        found.append(Stage(f"evidence-{name}", (f"{bench}.evidence", *words), 400))
+        cells = ("--weights", *weights.split(), "--batch", *batches.split(), "--prompts", "--name", f"evidence-{name}")
+        bench(f"evidence-{name}", "evidence", 400, "--model", name + shrunk, *cells, "--results", out)
     for letter, name in CLIMBS.items():
-        words = ("--model", model(name), "--workload", letter, "--scale", f"{scale:g}", "--rounds", "1")
-        words += ("--results", f"{out}/climb-{letter}.json", "--html", f"{out}/climb-{letter}.html")
-        found.append(Stage(f"climb-{letter}", (f"{bench}.climb", *words), 400))
-    words = ("--model", model(MIXTURE), "--weights", "fp8", "--results", out)
-    found.append(Stage("interference", (f"{bench}.interference", *words), 200))
+        workload = ("--model", name + shrunk, "--workload", letter, "--scale", f"{scale:g}", "--rounds", "1")
+        written = ("--results", f"{out}/climb-{letter}.json", "--html", f"{out}/climb-{letter}.html")
+        bench(f"climb-{letter}", "climb", 400, *workload, *written)
+    model = MIXTURE + shrunk
+    bench("interference", "interference", 200, "--model", model, "--weights", "fp8", "--results", out)
     return found
 
 
-def run(stage: Stage, folder: Path) -> dict[str, object]:
+def run(stage: Stage) -> dict[str, object]:
     """Run one to its end or its limit; its output goes to the terminal and is not kept."""
     started, command = time.monotonic(), [sys.executable, "-m", *stage.words]
     with subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True) as process:
@@ -111,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done: list[dict[str, object]] = []
     for stage in chosen:
         print(f"== {stage.name}, at most {stage.limit_s:g} s", flush=True)
-        done.append(run(stage, folder))
+        done.append(run(stage))
         print(f"== {stage.name}: {done[-1]['outcome']} after {done[-1]['seconds']} s", flush=True)
         (folder / "session.json").write_text(json.dumps(done, indent=1))
     return int(any(one["outcome"] != "passed" for one in done))
