@@ -65,8 +65,7 @@ def stages(folder: Path, size: float, scale: float) -> list[Stage]:
         workload = ("--model", name + shrunk, "--workload", letter, "--scale", f"{scale:g}", "--rounds", "1")
         written = ("--results", f"{out}/climb-{letter}.json", "--html", f"{out}/climb-{letter}.html")
         bench(f"climb-{letter}", "climb", 400, *workload, *written)
-    model = MIXTURE + shrunk
-    bench("interference", "interference", 200, "--model", model, "--weights", "fp8", "--results", out)
+    bench("interference", "interference", 200, "--model", MIXTURE + shrunk, "--weights", "fp8", "--results", out)
     return found
 
 
