@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from strata_lab.expert_counts import Tally
-from strata_lab.kernels.gpu import launch, moe, moe_config, moe_half, moe_half_int4, moe_half_int8, moe_step
+from strata_lab.kernels.gpu import launch, meta, moe, moe_config, moe_half, moe_half_int4, moe_half_int8, moe_step
 from strata_lab.kernels.gpu.moe import moe_block_triton, moe_mlp_triton, router_topk_triton
 from strata_lab.quant import get_format
 from strata_lab.quant.base import LinearWeight
@@ -385,11 +385,12 @@ def test_float16_products_of_codes_of_a_byte_are_those_of_the_columns(name: str)
 def test_experts_take_float16_products_where_their_codes_are_exact_in_it(
     name: str, halves: bool, device: torch.device
 ) -> None:
-    w = _weights(name, 512, 512, device, 2)
-    x = torch.randn(1, 512, device=device)
-    for narrow, expected in ((x.bfloat16(), halves), (x, False)):
-        step = moe_step.Step(narrow, w["gate_up"], w["down"], 2, moe.config_of(w["gate_up"]))
-        step.norm_logits(w["norm_weight"], EPS, w["router"])
+    wide, experts = 1024, 4  # rows that fill the tiles of a card
+    x, norm = torch.randn(1, wide, device=device), torch.ones(wide, device=device)
+    gate_up, down = meta.weight(name, experts * 2 * wide, wide), meta.weight(name, experts * wide, wide)
+    for given, expected in ((x.bfloat16(), halves), (x, False)):
+        step = moe_step.Step(given, gate_up, down, experts, moe.config_of(gate_up))
+        step.norm_logits(norm, EPS, torch.randn(experts, wide, device=device))
         assert (step.x.dtype == torch.float16) == expected
         assert (step.unit is not None) == expected
 
