@@ -25,6 +25,7 @@ from triton.language.extra import cuda
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 PDL_CAPABILITY = (9, 0)
+MEASURED_CAPABILITY = (9, 0)  # of the card that limits of registers were measured on
 MIN_COUNTERS = 1 << 16
 LATE, EARLY = tl.constexpr(1), tl.constexpr(2)  # values of `PDL`; 0 is without
 INTERPRETED_SMS = 4  # keeps grids small where a program costs milliseconds
@@ -50,6 +51,17 @@ def trigger(PDL: tl.constexpr):
 def has_pdl(device: torch.device) -> bool:
     """Whether kernels on this device can be launched with `launch_pdl=True`."""
     return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= PDL_CAPABILITY
+
+
+@functools.cache
+def has_measured_limits(device: torch.device) -> bool:
+    """Whether limits of a kernel's registers hold here: for other cards the compiler needs more, and would spill.
+
+    For a `meta` device yes; `aot.py` knows what it compiles for.
+    """
+    if device.type == "meta":
+        return True
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == MEASURED_CAPABILITY
 
 
 @functools.cache

@@ -163,6 +163,7 @@ class Step:
         """Limits of registers are made for what the configuration is made for: float32 products need more."""
         measured = self.gate_up.group_size == 0 or self.format != "fp8"  # scales of groups take registers
         limited = registers and measured and (self.unit is not None or not self.config.half)
+        limited = limited and launch.has_measured_limits(self.x.device)
         options = launch.options(self.x.device, num_warps=warps, early=early)
         return options | ({"maxnreg": registers} if limited else {})
 
