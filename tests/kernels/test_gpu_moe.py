@@ -437,6 +437,15 @@ def test_a_thread_holds_the_sixteen_columns_that_the_assembly_multiplies() -> No
     assert {layout for _, layout in runs} == {"1, 1, 16"}
 
 
+def test_limits_of_registers_hold_only_where_they_were_measured() -> None:
+    gate_up, down = meta.weight("fp8", 8 * 1024, 512), meta.weight("fp8", 4 * 512, 1024)
+    for x, limit in ((meta.tensor(1, 512), 168), (torch.zeros(1, 512).bfloat16(), None)):
+        step = moe_step.Step(x, gate_up, down, 2, TUNED["fp8"])
+        assert step._options(4, 168, early=False).get("maxnreg") is None, "float32 products need more"
+        step.unit = x[0]
+        assert step._options(4, 168, early=False).get("maxnreg") == limit
+
+
 def test_fp32_weights_take_the_plain_composition(device: torch.device) -> None:
     w = _weights("fp32", 48, 16, device)
     x = torch.randn(3, 48, device=device)
