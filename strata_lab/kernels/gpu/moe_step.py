@@ -194,12 +194,13 @@ class Step:
         chunks, padded = self._chunks(w)
         span = min(c.one_warps * WARP, padded)
         slots = triton.next_power_of_2(self.top_k)
-        down_one_kernel[(-(-self.hidden // c.one_rows),)](
+        q = c.one_rows if units is not None or not c.half else -(-c.one_rows // 2)  # float32 products need registers
+        down_one_kernel[(-(-self.hidden // q),)](
             residual, h, units, w.data, w.scales, w.mins, routed.logits, routed.ids, routed.weights, out,
             HIDDEN=self.hidden, K=w.shape[1], CHUNKS=chunks, SPAN=span, E=self.experts,
             E_BLOCK=triton.next_power_of_2(self.experts), TOP_K=self.top_k, SLOTS=slots, NORMALIZE=routed.normalize,
             SOURCE=routed.source, RESIDUAL=residual is not None, HOLD=c.hold,
-            LATE=c.one_late and w.scales is not None and w.group_size == 0, Q=c.one_rows,
+            LATE=c.one_late and w.scales is not None and w.group_size == 0, Q=q,
             C=min(c.one_warps * WARP, slots * span), WIDTH=self.chunk_codes, FORMAT=self.format, GROUP=w.group_size,
             HALF=units is not None, ASM=not launch.INTERPRETED,
             **self._options(c.one_warps, c.one_registers, early=True),
