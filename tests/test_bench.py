@@ -350,8 +350,8 @@ CLOCK = Clock()
 class Stub:
     """An engine whose speed is a function of its toggles, on a clock of its own."""
 
-    def __init__(self, speed: Callable[[Optimizations], float], refused: str = "") -> None:
-        self.speed, self.refused = speed, refused
+    def __init__(self, speed: Callable[[Optimizations], float], refused: str = "", idle: str = "") -> None:
+        self.speed, self.refused, self.idle = speed, refused, idle
         self.optimizations = Optimizations.none()
         self.config, self.device = SimpleNamespace(model="stub"), SimpleNamespace(type="cpu", __str__=lambda s: "cpu")
         self.tokenizer, self.model_config, self.events = None, SimpleNamespace(vocab_size=99), EventLog()
@@ -362,7 +362,8 @@ class Stub:
         if name and f"{name}={changes[name]}" == self.refused:
             return ApplyReport({name: FieldResult("refused", None, "not on this machine")})
         self.optimizations = self.optimizations.replace(changes)
-        return ApplyReport({n: FieldResult("applied", v) for n, v in changes.items()})
+        reasons = {self.idle: "No effect here: nothing to capture with"}
+        return ApplyReport({n: FieldResult("applied", v, reasons.get(n, "")) for n, v in changes.items()})
 
     def reset_prefix_cache(self) -> None:
         """Nothing is kept between two runs."""
@@ -468,6 +469,14 @@ def test_what_a_machine_cannot_do_is_a_record_without_figures(generous: None) ->
     refused = found["single stream", "weight_format=int8"]
     assert (refused["metrics"], refused["spread"], refused["note"]) == ({}, None, "not on this machine")
     assert found["single stream", "weight_format=int4"]["metrics"]["speedup_vs_before"] == pytest.approx(1.5)
+
+
+def test_what_has_no_effect_in_either_direction_is_said_and_the_climb_goes_on(generous: None) -> None:
+    found = by_stage(climb(Stub(speed, idle="cuda_graph")))
+    idle = found["single stream", "cuda_graph=on"]
+    assert (idle["metrics"], idle["note"]) == ({}, "No effect here: nothing to capture with")
+    assert found["single stream", "fused_kernels=on"]["metrics"]["speedup_vs_before"] == pytest.approx(1.1)
+    assert not found["single stream", "fused_kernels=on"]["conditions"]["toggles"]["cuda_graph"]
 
 
 def test_crowds_are_measured_with_their_own_seats_which_are_given_back(generous: None) -> None:

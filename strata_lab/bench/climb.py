@@ -15,10 +15,9 @@ every stage as it ends.
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,7 +123,8 @@ class Climb:
         try:
             a, b = self._compare(stage.name, series, before, {stage.toggle: stage.value})
         except _NoEffect as no_effect:
-            self._switch(before, series)
+            with suppress(_NoEffect):  # going back has no effect either
+                self._switch(before, series)
             self.done.append(Measured(stage.name, series, {}, kept=False, note=str(no_effect)))
             return
         previous = next((m for m in reversed(self.done) if m.series == series and m.kept), None)
@@ -286,22 +286,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     names = ("workload", "scale", "cold", "device")
     chosen = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    kept = Unfinished(options.results, functools.partial(print, flush=True))
+    kept = Unfinished(options.results, _say)
     try:
         records = climb(options.model, rounds=options.rounds, stage_done=kept, **chosen)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        sys.stderr.write(f"error: {error}\n")
         return 2
     path = write_results(options.results.stem, records, options.results.parent)
     kept.end()
     for record in records[kept.told :]:
-        print(line(record))
+        _say(line(record))
     if options.html is not None:
         from strata_lab.bench.climb_report import html_page
 
         options.html.write_text(html_page([r.as_dict() for r in records]), encoding="utf-8")
-    print(path)
+    _say(str(path))
     return 0
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
