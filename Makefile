@@ -26,7 +26,7 @@ stage = @TIMEFORMAT='[$(strip $(1)): %0R s]'; time
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev model lab test check static js climb bench gpu aot audit screenshot gallery nbval fmt clean
+.PHONY: help setup setup-dev model lab test check static js climb bench gpu gpu-figures aot audit screenshot gallery nbval fmt clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -73,6 +73,9 @@ gpu: setup-dev  ## the tests that need a CUDA device
 	@mkdir -p artifacts && $(PY) -m pytest tests/gpu tests/kernels -k "$(or $(K),not cpu)" --junitxml=artifacts/gpu.xml
 	@$(PY) -m pytest tests/test_bench*.py -m gpu $(SELECT)
 	$(if $(K),,@$(PY) -m strata_lab.bench.gpu_record artifacts/gpu.xml)
+
+gpu-figures: setup-dev  ## reproduce the GPU figures on your card, tests first; K=climb for some stages
+	@$(PY) -m strata_lab.bench.gpu_session $(if $(K),--only '$(K)')
 
 aot: setup-dev  ## compile the Triton kernels for sm_89, sm_90 and sm_120; needs no GPU
 	@$(PY) -m strata_lab.kernels.gpu.aot

@@ -52,6 +52,7 @@ TOGGLE_READS = {
 PRINTERS: dict[str, str] = {
     "strata_lab/bench/kernels_cpu.py": "a command of its own; the table is its output",
     "strata_lab/bench/evidence.py": "a command of its own; a line per cell, as soon as it is measured",
+    "strata_lab/bench/gpu_session.py": "a command of its own; a line before and after each stage",
     "strata_lab/kernels/gpu/aot.py": "a command of its own; the table is its output",
 }
 # Files that may touch the environment -> why.

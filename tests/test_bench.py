@@ -15,9 +15,10 @@ import torch
 
 from strata_lab.apply import ApplyReport, FieldResult
 from strata_lab.bench import climb as climbing
-from strata_lab.bench import climb_plan, compare, harness, measure
+from strata_lab.bench import climb_plan, climb_records, compare, harness, measure
 from strata_lab.bench.climb import Climb
 from strata_lab.bench.climb_plan import Course, Stage, article_course, fitting_scale, longest, plan, pool_blocks
+from strata_lab.bench.climb_records import Unfinished
 from strata_lab.bench.climb_report import html_page, text_table
 from strata_lab.bench.harness import (
     Environment,
@@ -349,8 +350,8 @@ CLOCK = Clock()
 class Stub:
     """An engine whose speed is a function of its toggles, on a clock of its own."""
 
-    def __init__(self, speed: Callable[[Optimizations], float], refused: str = "") -> None:
-        self.speed, self.refused = speed, refused
+    def __init__(self, speed: Callable[[Optimizations], float], refused: str = "", idle: str = "") -> None:
+        self.speed, self.refused, self.idle = speed, refused, idle
         self.optimizations = Optimizations.none()
         self.config, self.device = SimpleNamespace(model="stub"), SimpleNamespace(type="cpu", __str__=lambda s: "cpu")
         self.tokenizer, self.model_config, self.events = None, SimpleNamespace(vocab_size=99), EventLog()
@@ -361,7 +362,8 @@ class Stub:
         if name and f"{name}={changes[name]}" == self.refused:
             return ApplyReport({name: FieldResult("refused", None, "not on this machine")})
         self.optimizations = self.optimizations.replace(changes)
-        return ApplyReport({n: FieldResult("applied", v) for n, v in changes.items()})
+        reasons = {self.idle: "No effect here: nothing to capture with"}
+        return ApplyReport({n: FieldResult("applied", v, reasons.get(n, "")) for n, v in changes.items()})
 
     def reset_prefix_cache(self) -> None:
         """Nothing is kept between two runs."""
@@ -398,7 +400,7 @@ def speed(o: Optimizations) -> float:
 @pytest.fixture
 def generous(monkeypatch: pytest.MonkeyPatch) -> None:
     """A memory no stub can exceed."""
-    monkeypatch.setattr(climbing, "ceiling", lambda *a, **k: Bandwidth(1e6, 1, "memory", "test"))
+    monkeypatch.setattr(climb_records, "ceiling", lambda *a, **k: Bandwidth(1e6, 1, "memory", "test"))
 
 
 def climb(engine: Any, **options: Any) -> list[dict[str, Any]]:
@@ -469,6 +471,14 @@ def test_what_a_machine_cannot_do_is_a_record_without_figures(generous: None) ->
     assert found["single stream", "weight_format=int4"]["metrics"]["speedup_vs_before"] == pytest.approx(1.5)
 
 
+def test_what_has_no_effect_in_either_direction_is_said_and_the_climb_goes_on(generous: None) -> None:
+    found = by_stage(climb(Stub(speed, idle="cuda_graph")))
+    idle = found["single stream", "cuda_graph=on"]
+    assert (idle["metrics"], idle["note"]) == ({}, "No effect here: nothing to capture with")
+    assert found["single stream", "fused_kernels=on"]["metrics"]["speedup_vs_before"] == pytest.approx(1.1)
+    assert not found["single stream", "fused_kernels=on"]["conditions"]["toggles"]["cuda_graph"]
+
+
 def test_crowds_are_measured_with_their_own_seats_which_are_given_back(generous: None) -> None:
     engine = Stub(speed)
     before = engine.optimizations.max_num_seqs
@@ -481,7 +491,7 @@ def test_crowds_are_measured_with_their_own_seats_which_are_given_back(generous:
 def test_a_climb_above_the_roofline_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
     top = Bandwidth(1.5e5, 1, "memory", "t")  # 1000 bytes a step: the baseline's 100 steps/s fit, 200 do not
-    monkeypatch.setattr(climbing, "ceiling", lambda *a, **k: (asked.append(k), top)[1])
+    monkeypatch.setattr(climb_records, "ceiling", lambda *a, **k: (asked.append(k), top)[1])
     with pytest.raises(RooflineExceeded, match="cuda_graph=on"):
         climb(Stub(speed))
     assert {"fresh": True} in asked, "the bandwidth was measured anew before refusing"
@@ -492,6 +502,44 @@ def test_progress_only_goes_forward(generous: None) -> None:
     climb(Stub(speed), progress=lambda task, fraction: told.append(fraction))
     assert told == sorted(told)
     assert told[-1] == 1.0
+
+
+def test_a_climb_that_is_cut_leaves_its_stages_marked_as_unfinished(generous: None, tmp_path: Any) -> None:
+    told: list[str] = []
+    kept = Unfinished(tmp_path / "climb.json", told.append)
+
+    def cut(records: list[Record]) -> None:
+        kept(records)
+        if len(records) == 3:
+            raise KeyboardInterrupt
+
+    course = Course(single_stream(8, 12), uneven(2, 4, 8))
+    with pytest.raises(KeyboardInterrupt):
+        Climb(Stub(speed), course, stage_done=cut).records()
+    left = json.loads((tmp_path / "climb.unfinished.json").read_text())
+    assert [r["conditions"]["stage"] for r in left] == ["baseline", "cuda_graph=on", "fused_kernels=on"]
+    assert all(r["conditions"]["unfinished"] for r in left)
+    assert [p.name for p in tmp_path.iterdir()] == ["climb.unfinished.json"]
+    assert len(told) == 3
+    assert "cuda_graph=on" in told[1] and "200.0 tok/s  2.00 x  20% of roofline" in told[1]
+
+
+def test_the_climbs_own_command_writes_one_whole_file(
+    folder: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(climb_records, "ceiling", lambda *a, **k: Bandwidth(1e15, 1, "memory", "test"))
+    monkeypatch.setattr(climbing, "plan", lambda device: [Stage("weight_format", "int8"), Stage("cuda_graph", True)])
+    monkeypatch.setattr(climbing, "wait_until_quiet", lambda limit_s: 0.0)
+    results = tmp_path / "c.json"
+    words = ["--model", str(folder), "--device", "cpu", "--workload", "B", "--scale", "0.03125", "--rounds", "1"]
+    assert climbing.main([*words, "--cold", "1", "--results", str(results), "--html", str(tmp_path / "c.html")]) == 0
+    stages = [r["conditions"]["stage"] for r in json.loads(results.read_text())]
+    assert stages == ["baseline", "weight_format=int8", "cuda_graph=on", "everything", "cold starts"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.html", "c.json"]
+    printed = capsys.readouterr().out
+    assert [sum(f": {stage} " in line for line in printed.splitlines()) for stage in stages] == [1] * 5
+    assert "unfinished" not in results.read_text()
+    assert climbing.main(["--workload", "B", "--scale", "7"]) == 2
 
 
 def test_a_climb_refuses_a_toggle_that_it_sets_itself() -> None:
@@ -508,7 +556,7 @@ def folder(tmp_path_factory: Any) -> Any:
 
 
 def test_the_real_engine_climbs(folder: Any, generous: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(climbing, "ceiling", lambda *a, **k: Bandwidth(1e15, 1, "memory", "test"))
+    monkeypatch.setattr(climb_records, "ceiling", lambda *a, **k: Bandwidth(1e15, 1, "memory", "test"))
     stages = [Stage("fused_kernels", True), Stage("weight_format", "int8"), Stage("continuous_batching", True)]
     off = Optimizations.none()
     with LLMEngine(folder, device="cpu", optimizations=off, num_kv_blocks=64) as engine:
@@ -662,7 +710,7 @@ def test_a_workload_longer_than_the_model_takes_is_refused(folder: Any) -> None:
 def test_the_real_engine_climbs_an_articles_workload(
     folder: Any, monkeypatch: pytest.MonkeyPatch, letter: str, batch_size: int
 ) -> None:
-    monkeypatch.setattr(climbing, "ceiling", lambda *a, **k: Bandwidth(1e15, 1, "memory", "test"))
+    monkeypatch.setattr(climb_records, "ceiling", lambda *a, **k: Bandwidth(1e15, 1, "memory", "test"))
     few = [Stage("weight_format", "int8"), Stage("continuous_batching", True)]
     monkeypatch.setattr(climbing, "plan", lambda device: few)
     records = [
@@ -725,7 +773,7 @@ def test_the_page_stands_alone_and_says_its_conditions(generous: None) -> None:
 def test_a_roofline_far_above_the_columns_is_told_and_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     for bandwidth_bytes_s, drawn in ((1e6, True), (1e8, False)):
         top = Bandwidth(bandwidth_bytes_s, 1, "memory", "test")
-        monkeypatch.setattr(climbing, "ceiling", lambda *a, top=top, **k: top)
+        monkeypatch.setattr(climb_records, "ceiling", lambda *a, top=top, **k: top)
         page = html_page(climb(Stub(speed)))
         assert ('class="ghost"' in page) == drawn
         assert ("far above this chart" in page) != drawn
@@ -820,7 +868,7 @@ def test_a_gpu_run_is_recorded_by_outcome_and_file(tmp_path) -> None:
         '<failure/></testcase><testcase classname="tests.b" name="z"><skipped/></testcase></testsuite></testsuites>'
     )
     environment = Environment(hardware={"gpu": "some"}, versions={}, date="2026-01-01", commit="abc")
-    metrics = record(report, environment).metrics
+    metrics = record([report], environment).metrics
     assert metrics == {
         "passed": 1, "failed": 1, "skipped": 1, "passed_by_file": {"tests.gpu.a": 1}, "failures": ["tests.gpu.a::y"],
     }  # fmt: skip

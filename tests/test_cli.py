@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -16,7 +16,16 @@ from typer.testing import CliRunner, Result
 from strata_lab import __version__, cli
 from strata_lab.bench.harness import Environment, Spread
 from strata_lab.cli import answers
-from strata_lab.cli.options import attribute_docs, parse_toggle, sampling_flags, toggle_flags
+from strata_lab.cli.options import (
+    attribute_docs,
+    config_flags,
+    parse_toggle,
+    recipe_flags,
+    sampling_flags,
+    sampling_params,
+    server_flags,
+    toggle_flags,
+)
 from strata_lab.config import EngineConfig, toggles
 from strata_lab.events import TokenEvent
 from strata_lab.sampling_params import SamplingParams
@@ -78,6 +87,18 @@ def test_a_flag_that_is_not_given_leaves_the_default_alone() -> None:
     assert all(p.default is None for p in [*toggle_flags(), *sampling_flags()])
 
 
+def test_every_flag_is_of_a_type_that_every_typer_knows() -> None:
+    flags = [*toggle_flags(), *config_flags(), *sampling_flags(), *server_flags(), *recipe_flags()]
+    kinds = {str(next(a for a in get_args(get_args(p.annotation)[0]) if a is not type(None))) for p in flags}
+    plain = (bool, int, float, str, Path)
+    assert kinds <= {str(kind) for kind in (*plain, *(list[kind] for kind in plain))}  # type: ignore[valid-type]
+
+
+def test_what_shape_a_text_must_have_is_given_as_json() -> None:
+    wish = sampling_params({"structured_outputs": '{"choice": ["yes", "no"]}', "max_tokens": 3, "stop": []})
+    assert wish == SamplingParams(structured_outputs={"choice": ["yes", "no"]}, max_tokens=3)
+
+
 def test_the_version_is_the_packages() -> None:
     assert strata("--version").stdout == f"strata {__version__}\n"
 
@@ -115,6 +136,8 @@ def test_wrong_values_of_toggles_say_what_would_be_right(name: str, text: str, m
         (["generate", "x", "--weight-format", "int3"], "weight_format='int3' must be one of"),
         (["generate", "x", "--max-tokens", "0"], "max_tokens=0 must be a whole number"),
         (["generate", "x", "--block-size", "7"], "block_size=7 must be one of 8, 16, 32"),
+        (["generate", "x", "--structured-outputs", "yes"], "structured_outputs='yes' must be a JSON object"),
+        (["generate", "x", "--structured-outputs", '{"chioce": 1}'], "unknown key 'chioce'"),
         (["chat", "--temperature", "-1"], "temperature=-1.0 must be a number"),
         (["generate", "x", "-m", "no/such/model"], "no/such/model"),
         (["climb", "--tokens", "2"], "tokens=2 must be at least 8"),
@@ -284,7 +307,7 @@ def test_climb_writes_a_table_a_page_and_records(tmp_path: Path, monkeypatch: py
 
     asked: dict[str, Any] = {}
 
-    def fake(model: str, *, progress: Any, **options: Any) -> list[Any]:
+    def fake(model: str, *, progress: Any, stage_done: Any, **options: Any) -> list[Any]:
         asked.update(options, model=model)
         progress("measuring", 0.5)
         conditions = {"model": model, "series": "single stream", "stage": "baseline", "kept": True, "batch": 1}
@@ -292,7 +315,9 @@ def test_climb_writes_a_table_a_page_and_records(tmp_path: Path, monkeypatch: py
         metrics = {"output_tok_s": 12.5, "speedup_vs_before": 1.0, "speedup_vs_baseline": 1.0}
         environment = Environment.now("cpu", threads=1)
         parts = {"conditions": conditions | sizes, "metrics": metrics, "spread": Spread.of([12.5])}
-        return [environment.record("climb/baseline", script="strata climb", **parts)]
+        records = [environment.record("climb/baseline", script="strata climb", **parts)]
+        stage_done(records)
+        return records
 
     monkeypatch.setattr(climb, "climb", fake)
     page = tmp_path / "deep" / "page.html"
@@ -301,6 +326,8 @@ def test_climb_writes_a_table_a_page_and_records(tmp_path: Path, monkeypatch: py
     assert asked == {"model": "tiny", "tokens": 16, "prompt_tokens": 128, "streams": 4, "rounds": 2, "block_size": 8}
     assert "baseline" in result.stdout
     assert "12.5" in result.stdout
+    assert "baseline" in result.stderr, "told as soon as it is measured"
+    assert sorted(path.name for path in page.parent.iterdir()) == ["page.html", "page.json"]
     assert page.read_text().startswith("<!doctype html>")
     assert json.loads((page.parent / "page.json").read_text())[0]["metrics"]["output_tok_s"] == 12.5
     again = strata("climb", "-m", "tiny", "--html", page, "--results", tmp_path / "else" / "where.json", "--json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -24,6 +25,15 @@ def test_every_candidate_is_a_configuration_and_none_comes_twice(weights: str, t
         for overrides in found:
             sweep_moe._config(weights, overrides)
         assert len(found) > 1 or stage not in ("gate_up", "down")
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_integer_experts_are_swept_in_the_path_and_the_variant_that_an_engine_takes(weights: str) -> None:
+    from strata_lab.kernels.gpu.moe_config import CONFIGS
+
+    assert sweep_moe._config(weights, {}) == CONFIGS[{"int4": "int4-centered"}.get(weights, weights)]
+    for tokens, stage in itertools.product((1, 8), ("gate_up", "down")):
+        assert all(sweep_moe._config(weights, o).half for o in candidates(stage, tokens, weights))
 
 
 def test_what_is_expected_to_be_best_is_tried_first() -> None:
@@ -78,10 +88,10 @@ def test_the_weights_and_the_expected_result_are_those_of_the_geometry(monkeypat
     assert (y - bench.exact).abs().max() < 2e-2 * y.abs().max()
 
 
-@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize(("weights", "tokens"), [("fp8", 1), ("int4", 2)])
 def test_every_stage_of_a_step_is_checked_and_can_be_called_alone(
-    tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+    weights: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from strata_lab.kernels.gpu import launch
     from strata_lab.telemetry import ceilings
 
@@ -98,7 +108,7 @@ def test_every_stage_of_a_step_is_checked_and_can_be_called_alone(
         return 3.0
 
     monkeypatch.setattr(ceilings, "median_us", once)
-    bench = sweep_moe.Bench("fp8", tokens, torch.device("cpu"))
+    bench = sweep_moe.Bench(weights, tokens, torch.device("cpu"))
     wide = {"gate_warps": 16, "gate_tiles": 1, "one_rows": 8, "shared_warps": 16, "shared_tiles": 1, "down_warps": 32}
     for stage in (*stages(tokens), "block"):
         result = sweep_moe.measured(bench, stage, wide | {"down_tiles": 1}, 1e12)

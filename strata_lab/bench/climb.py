@@ -7,14 +7,19 @@ of the articles has one stream or several, so all its stages are of one series. 
 and taken back, so the ladder goes on from the best so far.
 
 Nothing is projected here: a stage that this machine cannot do is a record without figures that says why.
+
+`python -m strata_lab.bench.climb` is `strata climb` for a machine with the core's packages alone; it prints and keeps
+every stage as it ends.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from strata_lab.bench.climb_plan import (
@@ -34,36 +39,23 @@ from strata_lab.bench.climb_plan import (
     plan,
     pool_blocks,
 )
-from strata_lab.bench.harness import Environment, Record, Spread, a_b_a, check_mbu, wait_until_quiet
+from strata_lab.bench.climb_records import BASELINE, EVERYTHING, Measured, Records, Unfinished, line, median
+from strata_lab.bench.harness import Record, a_b_a, wait_until_quiet, write_results
 from strata_lab.bench.measure import Run, run
-from strata_lab.bench.workloads import Workload
+from strata_lab.bench.workloads import ARTICLE_WORKLOADS, Workload
 from strata_lab.config import DEFAULT_MODEL, Optimizations, toggles
 from strata_lab.settings import ConfigError
-from strata_lab.telemetry.bandwidth import ceiling
 
-BASELINE, EVERYTHING = "baseline", "everything"
+SCRIPT = "python -m strata_lab.bench.climb"
 WARM_UP_TOKENS = 4
 QUIET_LIMIT_S = 5.0  # how long a stage waits for other programs to end; a desktop is never quite still
 
 ProgressFn = Callable[[str, float], None]
+StageFn = Callable[[list[Record]], None]
 
 
 class _NoEffect(Exception):
     """A setting cannot be measured on this machine; the message says why."""
-
-
-@dataclass
-class _Measured:
-    """A stage while the climb goes on; runs of the same setting in the next stage's A/B/A are added to it."""
-
-    name: str
-    series: str
-    optimizations: dict[str, Any]
-    runs: list[Run] = field(default_factory=list)
-    speedup: float = 1.0
-    kept: bool = True
-    note: str = ""
-    stats: dict[str, float] = field(default_factory=dict)
 
 
 class Climb:
@@ -77,6 +69,7 @@ class Climb:
         stages: what to switch on, in order; None is `plan()`.
         rounds: how often each stage is measured after; before is measured once more.
         progress: called with what is being measured and the fraction done.
+        stage_done: called with all records so far after each stage.
     """
 
     def __init__(
@@ -87,30 +80,36 @@ class Climb:
         stages: list[Stage] | None = None,
         rounds: int = 1,
         progress: ProgressFn | None = None,
+        stage_done: StageFn | None = None,
     ) -> None:
         self.engine, self.course, self.rounds = engine, course, rounds
         self.stages = plan(engine.device.type) if stages is None else stages
         self.workloads = course.workloads
-        self.progress = progress or (lambda task, fraction: None)
+        self.progress, self.stage_done = progress or (lambda task, fraction: None), stage_done
         self.device = str(engine.device)
-        self.done: list[_Measured] = []
+        self.done: list[Measured] = []
         self._steps = self._step = 0
         self._warm: set[tuple[str, Optimizations]] = set()  # what ran since weights or pool were made
 
     def records(self) -> list[Record]:
         """Run the whole climb. Takes minutes; Ctrl+C stops it between two runs."""
-        environment = Environment.now(self.device)
+        records = Records(self.engine.config.model, self.course, self.device)
         parts = self._parts()
         self._steps = (sum(map(len, parts.values())) + 1) * (2 * self.rounds + 1)
         for i, (series, stages) in enumerate(parts.items()):
             with self._seats() if series == SEVERAL else nullcontext():
                 for stage in stages:
                     self._climb_one(stage, series)
+                    self._tell(records)
                 if i == 0:
                     self._everything(series)
+                    self._tell(records)
         self.progress("done", 1.0)
-        baselines = {m.series: m for m in reversed(self.done) if m.name == BASELINE}
-        return [self._record(environment, m, baselines.get(m.series)) for m in self.done]
+        return records.of(self.done)
+
+    def _tell(self, records: Records) -> None:
+        if self.stage_done is not None and self.done:
+            self.stage_done(records.of(self.done))
 
     def _parts(self) -> dict[str, list[Stage]]:
         """Series to its stages."""
@@ -124,8 +123,9 @@ class Climb:
         try:
             a, b = self._compare(stage.name, series, before, {stage.toggle: stage.value})
         except _NoEffect as no_effect:
-            self._switch(before, series)
-            self.done.append(_Measured(stage.name, series, {}, kept=False, note=str(no_effect)))
+            with suppress(_NoEffect):  # going back has no effect either
+                self._switch(before, series)
+            self.done.append(Measured(stage.name, series, {}, kept=False, note=str(no_effect)))
             return
         previous = next((m for m in reversed(self.done) if m.series == series and m.kept), None)
         if previous is None:
@@ -155,9 +155,9 @@ class Climb:
 
     def _compare(
         self, name: str, series: str, before: dict[str, Any], after: dict[str, Any]
-    ) -> tuple[_Measured, _Measured]:
+    ) -> tuple[Measured, Measured]:
         """Both sides of one A/B/A; the engine is left with `before` in force."""
-        sides = {"a": _Measured(name, series, before), "b": _Measured(name, series, after)}
+        sides = {"a": Measured(name, series, before), "b": Measured(name, series, after)}
 
         def switch(side: str) -> None:
             self._switch(before if side == "a" else after, series)
@@ -172,7 +172,7 @@ class Climb:
 
         wait_until_quiet(QUIET_LIMIT_S)
         sides["a"].runs, sides["b"].runs = a_b_a(switch, measure, self.rounds)
-        sides["b"].speedup = _median(sides["b"].runs, series) / _median(sides["a"].runs, series)
+        sides["b"].speedup = median(sides["b"].runs, series) / median(sides["a"].runs, series)
         return sides["a"], sides["b"]
 
     def _switch(self, changes: dict[str, Any], series: str) -> None:
@@ -207,80 +207,6 @@ class Climb:
         finally:
             self.engine.apply(max_num_seqs=size)
 
-    def _record(self, environment: Environment, m: _Measured, baseline: _Measured | None) -> Record:
-        workload = self.workloads[m.series]
-        prompt_tokens = max((r.prompt_tokens for r in m.runs), default=workload.prompt_tokens)
-        conditions = {
-            "model": self.engine.config.model,
-            "weight_format": m.optimizations.get("weight_format"),
-            "kv_cache_dtype": m.optimizations.get("kv_cache_dtype"),
-            "batch": workload.concurrency,
-            "prompt_tokens": prompt_tokens,
-            "output_tokens": max(workload.output_tokens),
-            "context": prompt_tokens + max(workload.output_tokens) // 2,
-            "toggles": m.optimizations,
-            "series": m.series,
-            "stage": m.name,
-            "kept": m.kept,
-            **self.course.conditions,
-        }
-        figures = [figure(r, m.series) for r in m.runs]
-        folder = self.course.letter or ("several" if m.series == SEVERAL else "")
-        return environment.record(
-            "/".join(part for part in ("climb", folder, m.name) if part),
-            script=self.course.script,
-            conditions=conditions,
-            metrics=self._metrics(m, baseline) if m.runs else {},
-            spread=Spread.of(figures) if figures else None,
-            note=m.note,
-        )
-
-    def _metrics(self, m: _Measured, baseline: _Measured | None) -> dict[str, Any]:
-        middle = sorted(m.runs, key=lambda r: figure(r, m.series))[len(m.runs) // 2]
-        shared = {
-            "output_tok_s": statistics.median(figure(r, m.series) for r in m.runs),
-            "prefill_tok_s": statistics.median(r.prefill_tok_s for r in m.runs),
-            "ttft_ms": middle.ttft_ms,
-            "tpot_ms": middle.tpot_ms,
-            "itl_p99_ms": middle.itl_p99_ms,
-            "speedup_vs_before": m.speedup,
-            "speedup_vs_baseline": _median(m.runs, m.series) / _median(baseline.runs, m.series) if baseline else 1.0,
-            **({} if (ratio := self._ratio_to_bf16(m)) is None else {"ratio_to_bf16": ratio}),
-            **m.stats,
-        }
-        if m.series != SINGLE:
-            per_stream = None if middle.tpot_ms is None else 1e3 / middle.tpot_ms
-            return shared | {"tok_s_per_stream": per_stream}
-        return shared | {"tok_s_per_stream": shared["output_tok_s"], **self._roofline(m.name, m.runs, middle)}
-
-    def _ratio_to_bf16(self, m: _Measured) -> float | None:
-        """Of a weight format's figure to that of bf16 weights with all else equal; None where that was not measured."""
-        if not m.name.startswith("weight_format="):
-            return None
-        wanted = m.optimizations | {"weight_format": "bf16"}
-        bf16 = [x for x in self.done if x.series == m.series and x.optimizations == wanted and x.runs]
-        return _median(m.runs, m.series) / _median(bf16[-1].runs, m.series) if bf16 else None
-
-    def _roofline(self, name: str, runs: list[Run], middle: Run) -> dict[str, Any]:
-        """Distance of the median run from the memory roofline; the rule holds for the fastest run too."""
-        assert middle.read_bytes_s is not None
-        assert middle.step_bytes is not None
-        fastest = max(r.read_bytes_s or 0.0 for r in runs)
-        # Measured anew for every stage: the ceiling must not come from a busier hour than the figure.
-        top = ceiling(self.device, int(middle.step_bytes), fresh=True)
-        check_mbu(name, fastest / top.bytes_s)
-        return {
-            "mbu": middle.read_bytes_s / top.bytes_s,
-            "read_gb_s": middle.read_bytes_s / 1e9,
-            "step_gb": middle.step_bytes / 1e9,
-            "bandwidth_gb_s": top.bytes_s / 1e9,
-            "bandwidth_level": top.level,
-        }
-
-
-def _median(runs: list[Run], series: str) -> float:
-    return statistics.median(figure(r, series) for r in runs)
-
 
 def climb(
     model: str = DEFAULT_MODEL,
@@ -293,6 +219,7 @@ def climb(
     scale: float | None = None,
     cold: int | None = None,
     progress: ProgressFn | None = None,
+    stage_done: StageFn | None = None,
     **options: Any,
 ) -> list[Record]:
     """Climb with one engine and return a record per stage, and one of the cold starts.
@@ -307,6 +234,7 @@ def climb(
         scale: shortens that workload; None is 1.0 on a GPU and on a CPU what it does in a few minutes.
         cold: new engines whose first run is measured after the climb; None is 3 for B and otherwise 0.
         progress: called with a task and a fraction.
+        stage_done: called with all records so far after each stage (`climb_records.Unfinished`).
         **options: more engine options, for example `device` or `block_size`.
 
     Raises:
@@ -333,7 +261,7 @@ def climb(
             course = article_course(model, workload, fitting_scale(engine, workload, runs))
         for each in course.workloads.values():
             check_room(engine, each)
-        records = Climb(engine, course, rounds=rounds, progress=progress).records()
+        records = Climb(engine, course, rounds=rounds, progress=progress, stage_done=stage_done).records()
     count = cold if cold is not None else COLD_STARTS_B if workload == "B" else 0
     if count:
 
@@ -342,3 +270,44 @@ def climb(
 
         records.append(cold_starts(again, course, count))
     return records
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; 2 for a mistake."""
+    parser = argparse.ArgumentParser(prog=SCRIPT, description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="as `strata climb` takes it")
+    parser.add_argument("--workload", choices=tuple(ARTICLE_WORKLOADS), help="of an article")
+    parser.add_argument("--scale", type=float, help="shortens it; default: 1 on a GPU, what takes minutes on a CPU")
+    parser.add_argument("--rounds", type=int, default=2, help="runs after each change")
+    parser.add_argument("--cold", type=int, help="new engines measured at the end; default: 3 for B")
+    parser.add_argument("--device", help="cpu or cuda; default: what is there")
+    parser.add_argument("--results", type=Path, default=Path("climb.json"), help="file for the records")
+    parser.add_argument("--html", type=Path, help="file for the page")
+    options = parser.parse_args(arguments)
+    names = ("workload", "scale", "cold", "device")
+    chosen = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    kept = Unfinished(options.results, _say)
+    try:
+        records = climb(options.model, rounds=options.rounds, stage_done=kept, **chosen)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    path = write_results(options.results.stem, records, options.results.parent)
+    kept.end()
+    for record in records[kept.told :]:
+        _say(line(record))
+    if options.html is not None:
+        from strata_lab.bench.climb_report import html_page
+
+        options.html.write_text(html_page([r.as_dict() for r in records]), encoding="utf-8")
+    _say(str(path))
+    return 0
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

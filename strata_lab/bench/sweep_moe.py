@@ -39,8 +39,8 @@ from strata_lab.bench.sweep_moe_plan import (
     stages,
     table,
 )
-from strata_lab.quant import get_format
-from strata_lab.quant.base import LinearWeight
+from strata_lab.quant import engine_granularity, get_format
+from strata_lab.quant.base import LinearWeight, QuantFormat
 
 EPS = 1e-6
 COPIES = 3  # of the weights, 0.5 GB each in FP8
@@ -67,7 +67,7 @@ class Bench:
 
     def _weight(self, rows: int, columns: int) -> LinearWeight:
         """Of all experts, quantized one by one: in float32 they would take four times the room."""
-        fmt = get_format(self.weights)
+        fmt = _format(self.weights)
         parts = [fmt.quantize(torch.randn(rows, columns, device=self.device) / columns**0.5) for _ in range(EXPERTS)]
 
         def joined(name: str) -> Any:
@@ -97,7 +97,7 @@ class Bench:
         h = self._normed(x)
         shares = torch.softmax(self._logits(x).gather(1, ids), dim=-1)
         gate_up, down = self.experts[0]
-        fmt = get_format(self.weights)
+        fmt = _format(self.weights)
         out = x.double()
         for e in ids.unique().tolist():
             share = (shares * (ids == e)).sum(dim=-1, keepdim=True)
@@ -169,10 +169,15 @@ class Bench:
         return lambda: step.combine(y, weights, x)
 
 
-def _config(weights: str, overrides: Overrides) -> Any:
-    from strata_lab.kernels.gpu.moe_config import CONFIGS
+def _format(weights: str) -> QuantFormat:
+    """In the variant that an engine makes on a GPU."""
+    return get_format(weights, engine_granularity(weights, "cuda"))
 
-    return replace(CONFIGS[weights], **overrides)
+
+def _config(weights: str, overrides: Overrides) -> Any:
+    from strata_lab.kernels.gpu.moe import config_of
+
+    return replace(config_of(_format(weights).quantize(torch.zeros(1, 128))), **overrides)
 
 
 @functools.cache
@@ -275,7 +280,7 @@ def sweep(
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--formats", nargs="+", default=["fp8"], help="of the experts")
+    parser.add_argument("--formats", nargs="+", default=["fp8"], help="of the experts, as an engine makes them")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8], help="step sizes, 1 to 16")
     parser.add_argument("--seconds", type=float, default=240.0, help="time limit")
     parser.add_argument("--processes", type=int, default=min(15, os.cpu_count() or 1), help="that compile")

@@ -11,6 +11,9 @@ from typing import Any
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2560, 1024, 64, 8  # `qwen3.8-flash`
 BEST = 5
+# formats that can be multiplied in float16; integers only so, since what they do in float32 was swept and is slower
+HALVES = {"fp8": (True, False), "int8": (True,), "int4": (True,)}
+ROW_SCALES = ("fp8", "int8")  # in the variants that an engine makes
 
 Overrides = dict[str, Any]
 
@@ -68,7 +71,7 @@ def stages(tokens: int) -> tuple[str, ...]:
 
 def candidates(stage: str, tokens: int, weights: str) -> list[Overrides]:
     """Overrides worth trying: the present configuration, the `EXPECTED`, and others in no order: any part is fair."""
-    halves = (True, False) if weights == "fp8" else (False,)
+    halves = HALVES.get(weights, (False,))
     if stage == "gate_up":
         prefix = "gate" if tokens == 1 else "shared"
         found = list(_expert_candidates(prefix, tokens, halves, 2 * HIDDEN, weights))
@@ -79,7 +82,7 @@ def candidates(stage: str, tokens: int, weights: str) -> list[Overrides]:
     else:
         found = []
     random.Random(0).shuffle(found)
-    first = [o for o in EXPECTED if weights == "fp8" and o in found]
+    first = [o for o in EXPECTED if o in found]
     return [{}, *first, *(o for o in found if o not in first)]
 
 
@@ -118,7 +121,7 @@ def _one_candidates(halves: Sequence[bool], weights: str) -> Iterator[Overrides]
         if not 16 <= held <= 128:
             continue
         for late, registers in itertools.product((True, False), _register_limits(held)):
-            if late and weights != "fp8":
+            if late and weights not in ROW_SCALES:
                 continue
             if not half and late:
                 continue

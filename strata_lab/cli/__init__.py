@@ -19,7 +19,15 @@ import typer
 from strata_lab import __version__
 from strata_lab.cli import bench, checkpoints, drafts, gauges
 from strata_lab.cli.answers import answer
-from strata_lab.cli.options import config_flags, given, parse_toggle, sampling_flags, toggle_flags, with_flags
+from strata_lab.cli.options import (
+    config_flags,
+    given,
+    parse_toggle,
+    sampling_flags,
+    sampling_params,
+    toggle_flags,
+    with_flags,
+)
 from strata_lab.cli.serve import serve
 from strata_lab.cli.terminal import AsJson, bar, fail, plain_errors, print_checks, publish
 from strata_lab.config import DEFAULT_MODEL, engine_config, toggles
@@ -81,7 +89,7 @@ def generate(
     **options: Any,
 ) -> None:
     """Continue a prompt, streaming the text as it comes."""
-    params = SamplingParams(**given(options, SamplingParams))
+    params = sampling_params(options)
     text = _prompt_text(prompt)
     with make_engine(model, **_engine_options(options)) as engine:
         if engine.tokenizer is None:
@@ -132,7 +140,7 @@ def chat(
     **options: Any,
 ) -> None:
     """Talk with the model; /help lists what can be changed while it runs."""
-    params = SamplingParams(**given(options, SamplingParams))
+    params = sampling_params(options)
     start = [] if system is None else [{"role": "system", "content": system}]
     with make_engine(model, **_engine_options(options)) as engine:
         if engine.tokenizer is None or engine.tokenizer.chat_template is None:
@@ -233,12 +241,15 @@ def climb(
         raise ConfigError(f"results={str(target)!r} must end in .json; try {target.with_suffix('.json')}")
     from strata_lab.bench import climb as climbing
     from strata_lab.bench import climb_report
+    from strata_lab.bench.climb_records import Unfinished
 
+    kept = Unfinished(target, lambda text: typer.echo(text, err=True))
     sizes = {"tokens": tokens, "prompt_tokens": prompt_tokens, "streams": streams, "rounds": rounds}
     chosen: dict[str, Any] = sizes | given({"workload": workload, "scale": scale, "cold": cold_starts})
     with bar() as progress:
-        records = climbing.climb(model, progress=progress, **chosen, **given(options))
+        records = climbing.climb(model, progress=progress, stage_done=kept, **chosen, **given(options))
     publish(records, html, target, climb_report, as_json)
+    kept.end()
 
 
 @app.command()

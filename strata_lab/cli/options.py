@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from strata_lab.config import ALIASES, BLOCK_SIZES, CAPTURES, DEVICES, DTYPES, EngineConfig, toggles
-from strata_lab.sampling_params import SamplingParams
+from strata_lab.sampling_params import RequestError, SamplingParams
 from strata_lab.server.settings import ServerConfig
 from strata_lab.settings import Toggle, attribute_docs, check_names
 from strata_lab.speculative.train.settings import Recipe
@@ -64,10 +65,17 @@ def _field_flags(cls: type, left_out: set[str]) -> list[inspect.Parameter]:
 
 
 def _plain_type(hint: Any) -> Any:
-    """The type a flag parses: `int | None` is int, `tuple[str, ...]` a repeatable str."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    """The type a flag parses: `int | None` is int, `tuple[str, ...]` a repeatable str, a record its JSON."""
+    hint = _without_none(hint)
+    if dataclasses.is_dataclass(hint):
+        return str
     return list[typing.get_args(hint)[0]] if typing.get_origin(hint) is tuple else hint  # type: ignore[misc]
+
+
+def _without_none(hint: Any) -> Any:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return next(a for a in typing.get_args(hint) if a is not type(None))
+    return hint
 
 
 def _flag(name: str, kind: Any, doc: str, default: Any, choices: Iterable[Any]) -> inspect.Parameter:
@@ -108,6 +116,25 @@ def given(options: Mapping[str, Any], cls: type | None = None) -> dict[str, Any]
     """The flags that were given; only those of `cls`'s fields if it is named."""
     names = None if cls is None else {f.name for f in dataclasses.fields(cls)}
     return {k: v for k, v in options.items() if v not in (None, []) and (names is None or k in names)}
+
+
+def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
+    """Of the flags that were given. Raises `RequestError`."""
+    found, hints = given(options, SamplingParams), typing.get_type_hints(SamplingParams)
+    for name in found:
+        if dataclasses.is_dataclass(_without_none(hints[name])):
+            found[name] = _record(name, found[name])
+    return SamplingParams(**found)
+
+
+def _record(name: str, text: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, Mapping):
+        raise RequestError(f'{name}={text!r} must be a JSON object; try \'{{"choice": ["yes", "no"]}}\'')
+    return value
 
 
 def parse_toggle(name: str, text: str) -> Any:

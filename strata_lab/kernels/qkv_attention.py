@@ -2,9 +2,7 @@
 
 Contract: `qkv_rope_append`, then `paged_attention` over the cache it has just written, flattened to [T, H * D]; the
 arguments are those of the two. Bytes moved: qkv and the result once, K and V of every request once. As one operator a
-decode step needs no kernel boundary in the middle, and the rotated q never leaves the registers. `ahead` is a hint: a
-matrix that operators after the output projection read whole, which a GPU may begin to fetch; results do not depend on
-it.
+decode step needs no kernel boundary in the middle, and the rotated q never leaves the registers.
 """
 
 from __future__ import annotations
@@ -45,7 +43,6 @@ def composed(append: Callable[..., Tensor], attention: Callable[..., Tensor]) ->
         scale: float,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
-        ahead: Tensor | None = None,
         sinks: int = 0,
         window: int = 0,
     ) -> Tensor:

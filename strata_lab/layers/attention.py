@@ -62,10 +62,8 @@ class PlainAttention:
         self.config, self.ops = config, ops
         self.scale = config.head_dim**-0.5
 
-    def __call__(
-        self, x: Tensor, w: AttentionWeights, step: StepContext, kv: LayerKV, ahead: Tensor | None = None
-    ) -> Tensor:
-        """[T, hidden] -> [T, hidden], residual included; `ahead` is for fused operators."""
+    def __call__(self, x: Tensor, w: AttentionWeights, step: StepContext, kv: LayerKV) -> Tensor:
+        """[T, hidden] -> [T, hidden], residual included."""
         c, ops = self.config, self.ops
         num_q, num_k = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
         h = ops.rms_norm(x, w.norm, c.rms_norm_eps)
@@ -93,10 +91,8 @@ class FusedAttention:
         self.config, self.ops = config, ops
         self.scale = config.head_dim**-0.5
 
-    def __call__(
-        self, x: Tensor, w: AttentionWeights, step: StepContext, kv: LayerKV, ahead: Tensor | None = None
-    ) -> Tensor:
-        """[T, hidden] -> [T, hidden], residual included; `ahead`: what the MLP will read whole."""
+    def __call__(self, x: Tensor, w: AttentionWeights, step: StepContext, kv: LayerKV) -> Tensor:
+        """[T, hidden] -> [T, hidden], residual included."""
         c, ops = self.config, self.ops
         qkv = ops.linear(x, w.qkv, w.qkv_bias, norm_weight=w.norm, norm_eps=c.rms_norm_eps)
         written = (w.q_norm, w.k_norm, c.rms_norm_eps, kv.k, kv.v, step.slot_mapping)
@@ -110,6 +106,6 @@ class FusedAttention:
         else:
             out = ops.qkv_attention(
                 qkv, step.cos, step.sin, *written, *read, num_q_heads=c.num_q_heads, num_kv_heads=c.num_kv_heads,
-                ahead=ahead, **scales,
+                **scales,
             )  # fmt: skip
         return ops.linear(out, w.out, residual=x)

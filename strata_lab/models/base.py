@@ -158,9 +158,7 @@ class CausalLM:
 
     def layer(self, x: Tensor, weights: LayerWeights, step: StepContext, kv: LayerKV) -> Tensor:
         """One decoder layer, [T, hidden] -> [T, hidden]."""
-        mlp = weights.mlp
-        ahead = mlp.gate_up.data if isinstance(mlp, MlpWeights) else None  # which experts is not known yet
-        return self.mlp(self.attention(x, weights.attention, step, kv, ahead), mlp)
+        return self.mlp(self.attention(x, weights.attention, step, kv), weights.mlp)
 
     def logits(self, x: Tensor) -> Tensor:
         """Final norm and LM head, [S, hidden] -> [S, V] float32."""

@@ -28,10 +28,9 @@ from strata_lab.run_ahead import RunAhead, sampled_on_device
 from strata_lab.runner import StepResult
 from strata_lab.sampler import SampledTokens
 from strata_lab.scheduler import most_slots
-from strata_lab.speculative.cycles import MIN_WIDTH, Captured, Cycles
+from strata_lab.speculative.cycles import MIN_WIDTH, REQUESTS, Captured, Cycles
 from strata_lab.speculative.draft_model import DraftModel
 
-REQUESTS = (1, 2, 4)  # captured; with more, plain steps are better filled
 CYCLES_AHEAD = 2  # queued at most: one that runs while the host books the one before
 
 
@@ -193,6 +192,7 @@ class DraftAhead:
             item.drafts, item.num_tokens = drafts, 1 + len(drafts)
             token_ids += tokens
             counts.append(len(tokens))
+        batch.count_drafts()
         nothing: list[None] = [None] * len(token_ids)
         return StepResult(SampledTokens(token_ids, list(nothing), list(nothing), counts), step_ms, 0.0)
 

@@ -21,6 +21,7 @@ from strata_lab.runner import EagerStep
 from strata_lab.speculative.costs import StepCosts
 from strata_lab.speculative.window_state import WindowOps, WindowState
 
+REQUESTS = (1, 2, 4)  # of a captured cycle; with more, plain steps are better filled
 DRAFTS = (1, 2, 3, 5, 7)  # of a captured cycle: the target's rows are one more, and few sizes compile few kernels
 MIN_WIDTH = 64  # blocks of a captured table: a longer text captures all of them again
 
@@ -107,7 +108,12 @@ class Cycles:
 
     @torch.inference_mode()
     def costs(self) -> StepCosts:
-        """Milliseconds of a plain step of one request, and of a cycle by its tokens; captures what it times."""
+        """Milliseconds of a plain step of one request, and of a cycle by its tokens; captures what it times.
+
+        Cycles of several requests are planned on the line through the last two: they draft in fewer steps than one
+        request does for as many tokens, so they take less than it says, and their own times correct it.
+        """
         captured = self.captured(1, MIN_WIDTH, MIN_WIDTH, drawn=False)
         windows = {1 + count: self.ahead.best_ms(captured.replays[count, False]) for count in self.drafts}
-        return StepCosts({1: self.ahead.step_ms(self.recorder, MIN_WIDTH)}, windows)
+        most_tokens = REQUESTS[-1] * (1 + self.drafts[-1])
+        return StepCosts({1: self.ahead.step_ms(self.recorder, MIN_WIDTH)}, windows, most_tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 
 import pytest
@@ -14,6 +13,7 @@ from strata_lab.models.presets import preset_config
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.telemetry.memcheck import Plan, check
 from strata_lab.telemetry.monitor import source_for
+from tests.gpu.card_memory import reserved
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 0.05
@@ -23,9 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=256, ignore_eos=True)
 
 @pytest.mark.parametrize("weight_format", ["fp8", "int4"])
 def test_the_memory_forecast_is_within_5_percent_of_what_an_engine_takes(weight_format: str) -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
-    before, total = torch.cuda.mem_get_info()
+    before, total = reserved(), torch.cuda.mem_get_info()[1]
     blocks = 8000
     made = check(
         Plan(
@@ -36,8 +34,8 @@ def test_the_memory_forecast_is_within_5_percent_of_what_an_engine_takes(weight_
     options = {"weight_format": weight_format, "kv_cache_dtype": "fp8", "num_kv_blocks": blocks}
     with LLMEngine(MODEL, device="cuda", max_num_seqs=16, max_num_batched_tokens=2048, **options) as engine:
         engine.generate([[7 + i] * 500 for i in range(16)], GREEDY)
-        torch.cuda.empty_cache()
-        taken = before - torch.cuda.mem_get_info()[0]
+        torch.cuda.empty_cache()  # cuBLAS' workspaces count: the forecast has an allowance for libraries
+        taken = torch.cuda.memory_reserved() - before
     assert made.kv_bytes + made.weights_bytes < taken
     assert abs((made.total_bytes - made.context_bytes) / taken - 1) < TOLERANCE
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from strata_lab.sampling_params import SamplingParams
 from strata_lab.speculative.ahead import DraftAhead
 from strata_lab.speculative.draft_model import DraftModel
 from tests.checkpoints import write_checkpoint
+from tests.gpu.card_memory import allocated
 from tests.gpu.test_engine_gpu import prompts
 from tests.gpu.test_triton_engine_gpu import check_coming_and_going, one_by_one
 from tests.test_smollm2 import MODEL, PROMPTS
@@ -85,14 +85,6 @@ def test_verified_copies_change_no_token_and_are_captured_once(folders: list[Any
         assert captures
         assert engine.generate([text], GREEDY)[0].token_ids == expected
         assert windows._captures == captures
-
-
-def allocated() -> int:
-    """Bytes, without what cuBLAS keeps for each stream, which another capture's stream may need."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()
-    return torch.cuda.memory_allocated()
 
 
 def test_no_step_captures_anew_and_closing_gives_the_memory_back(folders: list[Any]) -> None:

@@ -12,6 +12,7 @@ from strata_lab.engine import LLMEngine
 from strata_lab.run_ahead import RunAhead
 from strata_lab.sampling_params import SamplingParams
 from tests.checkpoints import FAMILIES, write_checkpoint
+from tests.gpu.card_memory import reserved
 from tests.gpu.test_engine_gpu import prompts
 
 pytestmark = pytest.mark.gpu
@@ -100,8 +101,8 @@ def test_requests_that_come_go_and_are_aborted_while_steps_are_queued_get_their_
         check_coming_and_going(engine, expected, steps_between=4)
 
 
-def test_what_the_engine_takes_stays_within_its_share_of_the_card(tmp_path: Any) -> None:
-    torch.cuda.empty_cache()
+def test_what_the_engine_takes_stays_within_its_share_of_the_cards_memory() -> None:
+    before = reserved()
     free, total = torch.cuda.mem_get_info()
     share = (total - free) / total + 0.25
     with LLMEngine(
@@ -109,18 +110,23 @@ def test_what_the_engine_takes_stays_within_its_share_of_the_card(tmp_path: Any)
         gpu_memory_utilization=share, max_num_seqs=1024,
     ) as engine:  # fmt: skip
         engine.generate(prompts(5), GREEDY)
-        free_now, _ = torch.cuda.mem_get_info()
-        assert (total - free_now) / total <= share
-        assert (total - free_now) / total >= share - 0.05, "and the pool uses what there is"
+        torch.cuda.empty_cache()
+        taken = (torch.cuda.memory_reserved() - before) / total
+        assert taken <= 0.25
+        assert taken >= 0.20, "and the pool uses what there is"
 
 
 def test_experts_are_counted_inside_of_graphs_and_padding_is_not(tmp_path: Any) -> None:
     folder, _ = write_checkpoint(tmp_path, "qwen3_moe")
-    with LLMEngine(folder, **SETTINGS, weight_format="fp8", kv_cache_dtype="fp8", prefix_cache=False) as engine:
+    # A cache that rounds would let the last bit, in which sums of eager and captured attention differ, choose experts.
+    options = {"weight_format": "fp8", "kv_cache_dtype": "fp32", "prefix_cache": False}
+    with LLMEngine(folder, **SETTINGS, **options) as engine:
 
         def counted(many: int) -> list[int]:
+            torch.cuda.synchronize()  # steps that were queued beyond the end of requests count as well
             before = engine.experts()
             engine.generate(prompts(many), GREEDY)
+            torch.cuda.synchronize()
             after = engine.experts()
             assert before is not None and after is not None
             return [now - then for now, then in zip(after.counts, before.counts, strict=True)]

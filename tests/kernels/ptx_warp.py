@@ -74,9 +74,13 @@ def _value(name: str, a: list[Tensor]) -> Tensor:
         source = a[0] | (a[1] << 32)
         picks = [(int(a[2][0]) >> (4 * i)) & 7 for i in range(4)]
         return sum((((source >> (8 * pick)) & 0xFF) << (8 * i) for i, pick in enumerate(picks)), a[0] * 0)
+    if name == "cvt.rn.f16x2.e4m3x2":
+        codes = torch.stack([a[0] & 0xFF, a[0] >> 8], dim=-1).to(torch.uint8)
+        return words_of(codes.view(torch.float8_e4m3fn).double(), True)
     half = "bf16" not in name
-    assert re.fullmatch(r"fma\.rn\.b?f16x2", name), name
-    return words_of(halves(a[0], half) * halves(a[1], half) + halves(a[2], half), half)
+    assert re.fullmatch(r"(fma|mul)\.rn\.b?f16x2", name), name
+    product = halves(a[0], half) * halves(a[1], half)
+    return words_of(product + halves(a[2], half) if name.startswith("fma") else product, half)
 
 
 def _mma(text: str, registers: dict[str, Tensor], half: bool) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from strata_lab.expert_counts import Tally
-from strata_lab.kernels.gpu import launch, moe, moe_half_int4, moe_step
+from strata_lab.kernels.gpu import launch, meta, moe, moe_config, moe_half, moe_half_int4, moe_half_int8, moe_step
 from strata_lab.kernels.gpu.moe import moe_block_triton, moe_mlp_triton, router_topk_triton
 from strata_lab.quant import get_format
 from strata_lab.quant.base import LinearWeight
@@ -135,7 +135,7 @@ def test_the_block_of_every_format_is_the_composition_at_odd_widths(
 def test_the_tiles_that_a_card_runs(name: str, tokens: int, device: torch.device) -> None:
     w = _weights(name, 20, 18, device)
     x = torch.randn(tokens, 20, device=device)
-    _assert_close(_block(x, w, config=TUNED[name]), _exact_block(x, w))
+    _assert_close(_block(x, w, config=TUNED[moe_config.config_name(w["gate_up"])]), _exact_block(x, w))
 
 
 @pytest.mark.parametrize(
@@ -166,11 +166,11 @@ def test_groups_of_every_size_and_scales_of_rows(
     _assert_close(_block(x, w), _exact_block(x, w))
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("int4g128", 1), ("fp8g128", 1), ("fp8g128", 2)])
+@pytest.mark.parametrize(("name", "tokens"), [("int4g128", 1), ("fp8g128", 1), ("fp8g128", 2), ("int8row", 2)])
 def test_groups_in_the_tiles_that_a_card_runs(name: str, tokens: int, device: torch.device) -> None:
     w = _weights(name, 140, 18, device)
     x = torch.randn(tokens, 140, device=device)
-    _assert_close(_block(x, w, config=TUNED[w["gate_up"].format]), _exact_block(x, w))
+    _assert_close(_block(x, w, config=TUNED[moe_config.config_name(w["gate_up"])]), _exact_block(x, w))
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 20])
@@ -324,6 +324,10 @@ def _clear_of_ties(tokens: int, hidden: int, device: torch.device) -> tuple[Tens
         ("int4g128", 1, 140, 132),
         ("int4g128", 3, 160, 40),
         ("int4g32", 1, 68, 44),
+        ("int8row", 1, 50, 21),
+        ("int8row", 3, 50, 21),
+        ("int8", 1, 68, 40),
+        ("int8", 3, 68, 40),
     ],
 )
 def test_products_in_float16_round_no_more_than_that(
@@ -353,6 +357,44 @@ def test_float16_products_of_codes_about_eight_are_those_of_the_columns() -> Non
     assert bool(((got - expected.sum(dim=2)).abs() <= 2**-9 * expected.abs().sum(dim=2)).all())
 
 
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_float16_products_of_codes_of_a_byte_are_those_of_the_columns(name: str) -> None:
+    """The asm, instruction by instruction, on a chunk of 16 columns per lane."""
+    raw = torch.randint(0, 256, (ptx_warp.LANES, 16), dtype=torch.uint8)
+    raw[0] = torch.tensor([0, 1, 127, 128, 129, 255, 254, 126] * 2)
+    if name == "fp8":
+        raw[raw & 127 == 127] = 0  # NaN
+    columns = raw.view(torch.int8 if name == "int8" else torch.float8_e4m3fn).double()
+    x = torch.randn(ptx_warp.LANES, 16).half().double()
+    shifts = torch.tensor([0, 8, 16, 24])
+    words = {16 + i: (raw[:, 4 * i : 4 * i + 4].long() << shifts).sum(dim=1) for i in range(4)}
+    words |= {20 + i: ptx_warp.words_of(x[:, 2 * i : 2 * i + 2], True) for i in range(8)}
+    text = moe_half_int8.INT8_SUMS if name == "int8" else moe_half.FP8_SUMS
+    run = ptx_warp.execute(text.value, words)
+    got = torch.stack([run[0], run[8]], dim=1)
+    expected = (columns * x).unflatten(1, (2, 8))
+    assert bool(((got - expected.sum(dim=2)).abs() <= 2**-9 * expected.abs().sum(dim=2)).all())
+    one = words | {20 + i: torch.full_like(words[16], 0x3C00 if i == 0 else 0) for i in range(8)}
+    assert torch.equal(ptx_warp.execute(text.value, one)[0], columns[:, 0])  # codes themselves are exact
+
+
+@pytest.mark.parametrize(
+    ("name", "halves"),
+    [("fp8", True), ("int8", True), ("int8row", True), ("int4g32", True), ("int4", False), ("bf16", False)],
+)
+def test_experts_take_float16_products_where_their_codes_are_exact_in_it(
+    name: str, halves: bool, device: torch.device
+) -> None:
+    wide, experts = 1024, 4  # rows that fill the tiles of a card
+    x, norm = torch.randn(1, wide, device=device), torch.ones(wide, device=device)
+    gate_up, down = meta.weight(name, experts * 2 * wide, wide), meta.weight(name, experts * wide, wide)
+    for given, expected in ((x.bfloat16(), halves), (x, False)):
+        step = moe_step.Step(given, gate_up, down, experts, moe.config_of(gate_up))
+        step.norm_logits(norm, EPS, torch.randn(experts, wide, device=device))
+        assert (step.x.dtype == torch.float16) == expected
+        assert (step.unit is not None) == expected
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_hidden_activations_beyond_float16_are_divided_first(tokens: int, device: torch.device) -> None:
@@ -369,7 +411,7 @@ import json, re
 from strata_lab.kernels.gpu import aot, moe
 runs = []
 for name, call in moe.aot_cases():
-    if name in ("block-fp8-1", "block-fp8-8", "block-int4g128-1", "block-int4g128-8"):
+    if re.fullmatch("block-(fp8|int4g128|int8row)-[18]", name):
         launches = []
         with aot.caught(launches):
             call()
@@ -377,7 +419,7 @@ for name, call in moe.aot_cases():
             text = aot.compiled(launch, 90).asm["ttgir"]
             layouts = dict(re.findall(r"(#\\w+) = #ttg.blocked<.sizePerThread = \\[([0-9, ]+)\\]", text))
             for line in text.splitlines():
-                if "e4m3x2" in line or "0x2c002c00" in line:
+                if "e4m3x2" in line or "0x2c002c00" in line or "0x64646464" in line:
                     (layout,) = set(re.findall(r"x16xf\\w+, (#\\w+)>", line))
                     runs.append([launch.kernel.__name__, layouts[layout]])
 print(json.dumps(runs))
@@ -393,6 +435,15 @@ def test_a_thread_holds_the_sixteen_columns_that_the_assembly_multiplies() -> No
     runs = json.loads(done.stdout)
     assert {kernel for kernel, _ in runs} == {"expert_kernel", "down_one_kernel"}
     assert {layout for _, layout in runs} == {"1, 1, 16"}
+
+
+def test_limits_of_registers_hold_only_where_they_were_measured() -> None:
+    gate_up, down = meta.weight("fp8", 8 * 1024, 512), meta.weight("fp8", 4 * 512, 1024)
+    for x, limit in ((meta.tensor(1, 512), 168), (torch.zeros(1, 512).bfloat16(), None)):
+        step = moe_step.Step(x, gate_up, down, 2, TUNED["fp8"])
+        assert step._options(4, 168, early=False).get("maxnreg") is None, "float32 products need more"
+        step.unit = x[0]
+        assert step._options(4, 168, early=False).get("maxnreg") == limit
 
 
 def test_fp32_weights_take_the_plain_composition(device: torch.device) -> None:
@@ -430,12 +481,15 @@ def test_the_reference_geometry_on_the_card(name: str, tokens: int, device: torc
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8", "int8row", "int8"])
 @pytest.mark.parametrize("tokens", [1, 8, 16])
-def test_float16_products_of_the_reference_geometry_are_those_in_float32(tokens: int, device: torch.device) -> None:
-    w = _weights("fp8", 2560, 1024, device, 16)
+def test_float16_products_of_the_reference_geometry_are_those_in_float32(
+    name: str, tokens: int, device: torch.device
+) -> None:
+    w = _weights(name, 2560, 1024, device, 16)
     x = torch.randn(tokens, 2560, device=device).half()
     w = w | {k: w[k].half() for k in ("norm_weight", "router")}
-    half = moe.CONFIGS["fp8"]
+    half = moe.config_of(w["gate_up"])
     wide = _block(x, w, 8, config=dataclasses.replace(half, half=False)).double()
     for config in (half, dataclasses.replace(half, one_registers=96, one_late=False, pairs=1, shared_programs=3)):
         _assert_close(_block(x, w, 8, config=config), wide, HALF_RELATIVE)

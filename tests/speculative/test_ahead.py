@@ -281,7 +281,9 @@ def test_what_it_costs_is_measured_for_every_window(folders: list[Any]) -> None:
     made, _, _ = engine(folders, most=4)
     with made:
         runner = made._loop.parts.runner
-        points = runner.cycles.costs().points()
+        costs = runner.cycles.costs()
+        points = costs.points()
+        assert costs.most_tokens == 4 * (1 + 3), "four requests may have as many drafts each as one"
         assert sorted(points["window"]) == [2, 3, 4]
         assert points["plain"] == {1: 0.5}, "a replay of two steps takes 1 ms here"
 

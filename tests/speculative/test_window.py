@@ -122,6 +122,8 @@ def test_drafts_take_what_the_budget_leaves_and_prompts_go_first() -> None:
     assert (batch.num_decode_tokens, batch.num_prefill_tokens, batch.num_draft_tokens) == (1, 6, 3)
     assert batch.num_tokens == 10
     assert not batch.is_decode_only
+    batch.drop_drafts()
+    assert (batch.num_draft_tokens, batch.num_tokens, [i.num_tokens for i in batch.items]) == (0, 7, [1, 6])
     assert r.draft_token_ids == [], "guesses are for one step"
 
 
@@ -131,7 +133,7 @@ def test_drafts_leave_a_free_block_for_everyone_who_runs() -> None:
     (item,) = scheduler.schedule().items
     assert len(item.block_table) == 2  # one block more, one is left
     assert len(item.drafts) == 4
-    scheduler.commit(ScheduledBatch([item], [], 1, 0, len(item.drafts)))
+    scheduler.commit(ScheduledBatch([item], [], 1, 0))
     assert r.num_computed_tokens == 4  # drafts are not computed until they came true
     r.append(7, 0.0)
     r.draft_token_ids = [5] * 8

@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 ARCHITECTURES = (89, 90, 120)  # RTX 4090, H100/H200, RTX 5090
+MEASURED_ARCHITECTURE = 90  # for which alone limits of registers hold (`launch.has_measured_limits`)
 MAX_SHARED_BYTES = 99 * 1024  # what one program may have on an RTX 3090, 4090 and 5090
 MODULES = (
     "linear",
@@ -101,7 +102,8 @@ def compiled(launch: Launch, arch: int) -> Any:
             attributes[(index,)] = [["tt.divisibility", _ALIGNMENT]]
     if "PDL" in constants:  # decided by the card at hand, which is not the one compiled for
         constants["PDL"] = arch == 90
-    options = {k: v for k, v in launch.options.items() if k in ("num_warps", "num_stages")}
+    kept = ("num_warps", "num_stages", *(("maxnreg",) if arch == MEASURED_ARCHITECTURE else ()))
+    options = {k: v for k, v in launch.options.items() if k in kept}
     source = ASTSource(launch.kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 

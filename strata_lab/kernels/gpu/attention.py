@@ -57,7 +57,6 @@ def qkv_attention_triton(
     scale: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    ahead: Tensor | None = None,
     sinks: int = 0,
     window: int = 0,
 ) -> Tensor:
@@ -70,7 +69,7 @@ def qkv_attention_triton(
     if max_q_len == 1:
         return decode_fused(
             qkv, cos, sin, q_norm_weight, k_norm_weight, eps, k_cache, v_cache, slot_mapping, block_tables, seq_lens,
-            num_q_heads=num_q_heads, ahead=ahead, **scales,
+            num_q_heads=num_q_heads, **scales,
         )  # fmt: skip
     q = qkv_rope_append_triton(
         qkv, cos, sin, q_norm_weight, k_norm_weight, eps, k_cache, v_cache, slot_mapping, num_q_heads, num_kv_heads,

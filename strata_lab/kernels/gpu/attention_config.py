@@ -11,8 +11,6 @@ MAX_SPLITS = 64
 LONG = 4096  # tokens from which on the bytes in flight of later tiles are worth their shared memory
 PROGRAMS_PER_SM = 2.5  # measured best on an H200: one round of programs, whose registers ...
 LONG_PROGRAMS_PER_SM = 2.0  # ... or shared memory fill the card
-AHEAD_BYTES = 0  # of later weights that are brought to the cache meanwhile: 20 MiB lost (docs/experiments.md)
-CACHE_SHARE = 0.4  # of the cache, at most
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,3 @@ def decode_config(batch: int, kv_heads: int, max_tokens: int, wide: bool, sms: i
     if wide:
         return DecodeConfig(tile, splits, num_warps=8, num_stages=2)
     return DecodeConfig(tile, splits, num_stages=5 if long else 3)
-
-
-def ahead_bytes(stored: int, cache: int) -> int:
-    """How much of `stored` bytes of weights to ask for, on a card with a second-level cache of `cache` bytes."""
-    return min(stored, AHEAD_BYTES, int(cache * CACHE_SHARE))

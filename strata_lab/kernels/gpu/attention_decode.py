@@ -28,10 +28,9 @@ import triton.language as tl
 from torch import Tensor
 
 from strata_lab.kernels.gpu import launch, meta
-from strata_lab.kernels.gpu.attention_config import DecodeConfig, ahead_bytes, decode_config
+from strata_lab.kernels.gpu.attention_config import DecodeConfig, decode_config
 from strata_lab.kernels.gpu.attention_tiles import (
     LOG2E,
-    ask_ahead,
     block_ids,
     combine,
     held,
@@ -45,7 +44,6 @@ from strata_lab.kernels.gpu.kv_write import rms_factor, rotated, stored
 ROWS = 16  # query heads of a group, padded to the smallest tile of tl.dot
 MAX_CHUNK = 16  # partial results that are loaded at once and added up
 COMBINED_REGISTERS = 64  # of a thread, for them
-LINE = 128  # bytes of a line of the cache
 
 
 @triton.jit
@@ -87,12 +85,12 @@ def _attend(
 @triton.jit
 def _attention_decode_kernel(
     x_ptr, out_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, seq_lens_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
-    slots_ptr, acc_ptr, stats_ptr, counters_ptr, ahead_ptr, eps, scale, k_scale, v_scale, x_stride, table_stride,
+    slots_ptr, acc_ptr, stats_ptr, counters_ptr, eps, scale, k_scale, v_scale, x_stride, table_stride,
     block_stride, slot_stride,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF_P: tl.constexpr, D_P: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, FUSED: tl.constexpr,
     ROWS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, SCALED: tl.constexpr, HOLD: tl.constexpr,
-    LINES: tl.constexpr, EACH: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    SINKS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x: q rows [B, H * D], or with FUSED rows of the QKV product. See the module."""
     HALF: tl.constexpr = D // 2
@@ -109,8 +107,6 @@ def _attention_decode_kernel(
     per_split = tl.cdiv(tiles, SPLITS)
     active = tl.maximum(tl.cdiv(tiles, tl.maximum(per_split, 1)), 1)
     if split >= active:
-        if LINES > 0:
-            ask_ahead(ahead_ptr, (request * HKV + kv_head) * SPLITS + split, LINES, EACH)
         return
     begin = split * per_split * TILE
     end = tl.minimum(begin + per_split * TILE, seq_len)
@@ -129,8 +125,6 @@ def _attention_decode_kernel(
         TILE, SINKS, WINDOW,
     )  # fmt: skip
 
-    if LINES > 0:
-        ask_ahead(ahead_ptr, (request * HKV + kv_head) * SPLITS + split, LINES, EACH)
     rows = tl.arange(0, ROWS)[:, None]
     half, col = tl.arange(0, HALF_P)[None, :], tl.arange(0, D_P)
     within = half < HALF
@@ -233,7 +227,7 @@ def _attention_decode_kernel(
 def _launch(
     x: Tensor, out: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, seq_lens: Tensor, q_heads: int,
     scale: float, k_scale: float, v_scale: float, eps: float, config: DecodeConfig | None,
-    fused: tuple[Tensor | None, ...] = (None,) * 5, ahead: Tensor | None = None, sinks: int = 0, window: int = 0,
+    fused: tuple[Tensor | None, ...] = (None,) * 5, sinks: int = 0, window: int = 0,
 ) -> Tensor:  # fmt: skip
     _, block_size, kv_heads, width = k_cache.shape
     assert k_cache.stride() == v_cache.stride() and k_cache.stride()[2:] == (width, 1), k_cache.stride()
@@ -247,17 +241,14 @@ def _launch(
         acc = torch.empty(parts * group * width, dtype=torch.float32, device=device)
         stats = torch.empty(parts * 2 * padded, dtype=torch.float32, device=device)
         arrivals = launch.counters(device, batch * kv_heads)
-    lines = 0 if ahead is None else ahead_bytes(ahead.nbytes, launch.cache_bytes(device)) // LINE
-    each = triton.next_power_of_2(triton.cdiv(max(lines, 1), batch * kv_heads * c.splits))
     half_padded, padded_width = max(triton.next_power_of_2(width // 2), 16), max(triton.next_power_of_2(width), 16)
     per_part = triton.next_power_of_2(group) * padded_width // (32 * c.num_warps)  # registers of a thread
     chunk = min(max(COMBINED_REGISTERS // max(per_part, 1), 1), c.splits, MAX_CHUNK)
     _attention_decode_kernel[(kv_heads, batch, c.splits)](
-        x, out, k_cache, v_cache, tables, seq_lens, *fused, acc, stats, arrivals, ahead, eps, scale, k_scale, v_scale,
+        x, out, k_cache, v_cache, tables, seq_lens, *fused, acc, stats, arrivals, eps, scale, k_scale, v_scale,
         x.stride(0), tables.stride(0), k_cache.stride(0), k_cache.stride(1), group, kv_heads, width, half_padded,
         padded_width, block_size, c.tile, c.splits, 1 << (chunk.bit_length() - 1), fused[0] is not None, ROWS, dot,
-        precision, (k_scale, v_scale) != (1.0, 1.0), not launch.INTERPRETED, lines, each,
-        sinks, window,
+        precision, (k_scale, v_scale) != (1.0, 1.0), not launch.INTERPRETED, sinks, window,
         **launch.options(device, num_warps=c.num_warps, num_stages=c.num_stages, early=True),
     )  # fmt: skip
     return out
@@ -304,7 +295,6 @@ def decode_fused(
     scale: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    ahead: Tensor | None = None,
     sinks: int = 0,
     window: int = 0,
     config: DecodeConfig | None = None,
@@ -312,13 +302,12 @@ def decode_fused(
     """`qkv_rope_append` and attention of qkv [B, (H + 2 Hkv) * D] -> [B, H * D].
 
     A slot that is not -1 is that of the request's last position. Tables, lengths, slots and older keys are read before
-    waiting (`launch.py`): a LATE kernel must have come after what wrote them, and before this one. The beginning of
-    `ahead` is brought to the second-level cache: while attention waits for latencies, memory has nothing else to do.
+    waiting (`launch.py`): a LATE kernel must have come after what wrote them, and before this one.
     """
     out = torch.empty((qkv.shape[0], num_q_heads * k_cache.shape[3]), dtype=qkv.dtype, device=qkv.device)
     return _launch(
         qkv, out, k_cache, v_cache, block_tables, seq_lens, num_q_heads, scale, k_scale, v_scale, eps, config,
-        (cos, sin, q_norm_weight, k_norm_weight, slot_mapping), ahead, sinks, window,
+        (cos, sin, q_norm_weight, k_norm_weight, slot_mapping), sinks, window,
     )  # fmt: skip
 
 
@@ -340,11 +329,9 @@ def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                 partial(decode_fused, qkv, turn, turn, norm, norm, 1e-6, cache, cache, slots, tables, lens,
                         num_q_heads=heads[0], scale=0.1, config=config),
             )  # fmt: skip
-    later = meta.tensor(19456, 2560, dtype=torch.float8_e4m3fn)
-    cache, tables = meta.tensor(4096, 16, 8, 128, dtype=later.dtype), meta.tensor(1, 32, dtype=torch.int32)
+    cache, tables = meta.tensor(4096, 16, 8, 128, dtype=torch.float8_e4m3fn), meta.tensor(1, 32, dtype=torch.int32)
     qkv, turn = meta.tensor(1, 48 * 128), meta.tensor(1, 64, dtype=torch.float32)
-    ahead = partial(decode_fused, qkv, turn, turn, None, None, 1e-6, cache, cache, slots, tables, lens, num_q_heads=32)
-    yield "ahead", partial(ahead, scale=0.1, ahead=later, config=decode_config(1, 8, 512, False, 132))
+    fused = partial(decode_fused, qkv, turn, turn, None, None, 1e-6, cache, cache, slots, tables, lens, num_q_heads=32)
+    yield "window", partial(fused, scale=0.1, sinks=4, window=1024, config=decode_config(1, 8, 1028, False, 132))
     cache, q, tables = meta.tensor(4096, 16, 4, 128), meta.tensor(1, 32, 128), meta.tensor(1, 64, dtype=torch.int32)
-    yield "window", partial(ahead, scale=0.1, sinks=4, window=1024, config=decode_config(1, 8, 1028, False, 132))
     yield "unfused", partial(decode, q, cache, cache, tables, lens, scale=0.1, config=DecodeConfig(64, 16))

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from strata_lab.kernels.gpu import launch
-from strata_lab.kernels.gpu.gemv_math import prefetch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -51,13 +50,6 @@ def place(here, hidden, SINKS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.cons
     if WINDOW == 0:
         return here
     return tl.where(here < (SINKS + TILE - 1) // TILE * TILE, here, here + hidden * TILE)
-
-
-@triton.jit
-def ask_ahead(ahead_ptr, program, LINES: tl.constexpr, EACH: tl.constexpr):
-    """This program's share of the lines of weights that a later kernel reads, to the second-level cache."""
-    line = tl.minimum(program * EACH + tl.arange(0, EACH), LINES - 1)
-    prefetch(ahead_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + line * 128)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ MAX_COLUMNS = 32  # of the product, for which a program has registers
 REGISTERS = 64  # for weights on their way
 WIDE_X_REGISTERS = 32  # the same where x takes many
 HELD_REGISTERS = 96  # the same where x takes few
-INT4_PRELOAD = 12  # tiles
+INT4_PRELOAD, INT4_WIDE_PRELOAD = 12, 5  # tiles; the latter where x takes many registers
 SHORT_TILES = 48  # of a row that four warps share
 SHORT_PRELOAD = 8  # tiles of such a row
 BIG, LONG = 1 << 14, 1 << 15  # rows of a weight
@@ -59,6 +59,10 @@ def default_config(weight: LinearWeight, t: int) -> MmaConfig:
     wide = t * slots(weight) > 8
     if weight.format == "int4" and not wide and tiles > 8:  # measured on an H200, groups of 128
         return MmaConfig(2, 4, min(-(-tiles // 4), INT4_PRELOAD), 3, MAX_COLUMNS // slots(weight))
+    if weight.format == "int4" and slots(weight) == 1 and weight.mins is None and tiles > 8:
+        # Not measured. Eight warps of 150 registers let one program onto a multiprocessor, with 16 KB on their way;
+        # four of 140 let three, with 60 KB.
+        return MmaConfig(2, 4, min(-(-tiles // 4), INT4_WIDE_PRELOAD), 1, MAX_ROWS)
     preload = max(1, (WIDE_X_REGISTERS if wide else REGISTERS) // held)
     ahead = 1 if wide and weight.format in ("int4", "bf16") else 2
     return MmaConfig(2, warps, preload, ahead, MAX_COLUMNS // slots(weight))

@@ -25,6 +25,7 @@ from triton.language.extra import cuda
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 PDL_CAPABILITY = (9, 0)
+MEASURED_CAPABILITY = (9, 0)  # of the card that limits of registers were measured on
 MIN_COUNTERS = 1 << 16
 LATE, EARLY = tl.constexpr(1), tl.constexpr(2)  # values of `PDL`; 0 is without
 INTERPRETED_SMS = 4  # keeps grids small where a program costs milliseconds
@@ -53,19 +54,22 @@ def has_pdl(device: torch.device) -> bool:
 
 
 @functools.cache
+def has_measured_limits(device: torch.device) -> bool:
+    """Whether limits of a kernel's registers hold here: for other cards the compiler needs more, and would spill.
+
+    For a `meta` device yes; `aot.py` knows what it compiles for.
+    """
+    if device.type == "meta":
+        return True
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == MEASURED_CAPABILITY
+
+
+@functools.cache
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of the device."""
     if device.type != "cuda":
         return INTERPRETED_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def cache_bytes(device: torch.device) -> int:
-    """Size of the second-level cache; compiling ahead of time an H200's, and 0 where nothing can be asked for."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).L2_cache_size
-    return 50 << 20 if device.type == "meta" else 0
 
 
 _counters: dict[tuple[torch.device, int], list[Tensor]] = {}

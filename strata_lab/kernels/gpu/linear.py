@@ -121,7 +121,7 @@ def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"{name}-float32-{t}", _aot_call(name, 5120, 2560, t, True, False, torch.float32)
         for t in (1, 16):
             yield f"{name}-head-{t}", _aot_head(name, 151936, 2560, t)
-    for shape, t in (("qkv-moe", 1), ("gate-up", 1), ("down", 1), ("qkv-moe", 8), ("down", 16)):
+    for shape, t in (("qkv-moe", 1), ("gate-up", 1), ("down", 1), ("qkv-moe", 8), ("gate-up", 16), ("down", 16)):
         n, k, norm, gated, _ = _SHAPES[shape]
         for name in ("int4g128", "int8row"):  # what an engine makes
             yield f"{name}-{shape}-{t}", _aot_call(name, n, k, t, norm, gated, torch.bfloat16)

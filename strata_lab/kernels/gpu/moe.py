@@ -21,7 +21,7 @@ from torch import Tensor
 
 from strata_lab.kernels.gpu import meta
 from strata_lab.kernels.gpu.elementwise import rms_norm_triton
-from strata_lab.kernels.gpu.moe_config import CONFIGS, DECODE_TOKENS, MoeConfig
+from strata_lab.kernels.gpu.moe_config import CONFIGS, DECODE_TOKENS, MoeConfig, config_name
 from strata_lab.kernels.gpu.moe_step import Step, as_rows, count_choices, empty_routing, route_logits, select
 from strata_lab.kernels.moe_block import moe_block_ref
 from strata_lab.kernels.moe_mlp import moe_mlp_ref
@@ -88,8 +88,8 @@ def moe_block_triton(
 
 
 def config_of(weight: LinearWeight) -> MoeConfig:
-    """What experts of this format run with; "int4-centered" is int4 without minima."""
-    return CONFIGS["int4-centered" if weight.format == "int4" and weight.mins is None else weight.format]
+    """What experts like these run with."""
+    return CONFIGS[config_name(weight)]
 
 
 def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -97,9 +97,8 @@ def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     for name in ("fp8", "bf16", "int8", "int4", "int4g128", "int8row", "fp8g128"):
         for tokens in (1, 8, 16, 512) if name == "fp8" else (1, 8, 512):
             yield f"block-{name}-{tokens}", partial(_meta_block, name, tokens, torch.bfloat16)
-    yield "block-fp8-1-float32", partial(_meta_block, "fp8", 1, torch.float32)
-    yield "block-fp8-8-float32", partial(_meta_block, "fp8", 8, torch.float32)
-    yield "block-fp8-512-float32", partial(_meta_block, "fp8", 512, torch.float32)
+    for name, tokens in (("fp8", 1), ("fp8", 8), ("fp8", 512), ("int8row", 1), ("int8row", 8)):
+        yield f"block-{name}-{tokens}-float32", partial(_meta_block, name, tokens, torch.float32)
     for tokens in (1, 8):
         yield f"mlp-fp8-{tokens}", partial(_meta_mlp, tokens)
     yield "router-512", partial(_meta_router, 512)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from strata_lab.quant.base import LinearWeight
+
 DECODE_TOKENS = 16
 SELECT_WARPS = 16  # of a program that selects
 COMPARED = 16384  # pairs of logits that it compares at a time: 32 a thread
@@ -18,7 +20,7 @@ class MoeConfig:
 
     Attributes:
         half: 16-bit activations are multiplied in float16 (`moe_half.py`, `moe_half_int4.py`), where rows allow it;
-            only for e4m3 and for int4 without minima.
+            only for e4m3, int8 and int4 without minima.
         gate_tiles, gate_warps: of a program's gate rows (and as many up rows): 1, 2 or 4 tiles of a row per warp.
         gate_programs, gate_registers: per multiprocessor, each looping over its share of the tiles, or 0: one program
             per tile; the most registers of a thread, or None: as the compiler likes.
@@ -83,16 +85,29 @@ CONFIGS = {
         shared_registers=128,
         down_registers=128,
     ),
+    # fp8's; where that has a limit ptxas stays within it by itself for sm_90, and with one it spills. To be swept.
     "int8": MoeConfig(
-        gate_registers=168,
-        one_rows=2,
-        one_registers=96,
+        half=True,
+        gate_programs=4,
+        one_rows=8,
+        one_late=True,
         shared_tiles=2,
-        shared_programs=0,
-        down_tiles=2,
-        down_programs=0,
-        down_registers=80,
+        shared_programs=3,
+        down_tiles=8,
+        down_registers=128,
+    ),
+    "int8-groups": MoeConfig(
+        half=True,
+        shared_warps=8,
+        down_registers=96,
     ),
     "int4": MoeConfig(gate_tiles=1, down_tiles=1, one_rows=2, pairs=1),
     "int4-centered": MoeConfig(half=True, shared_tiles=2, down_tiles=2, pairs=1),
 }
+
+
+def config_name(weight: LinearWeight) -> str:
+    """The key in `CONFIGS` of what experts like this run with."""
+    if weight.format == "int4" and weight.mins is None:
+        return "int4-centered"
+    return "int8-groups" if weight.format == "int8" and weight.group_size else weight.format

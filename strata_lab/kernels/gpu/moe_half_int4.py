@@ -13,13 +13,12 @@ import triton
 import triton.language as tl
 
 from strata_lab.kernels.gpu.moe_half import first
-
-PARTS = 4  # sums per chunk of 32 columns
+from strata_lab.kernels.gpu.moe_half_asm import REGISTERS, nothing, pair_sum
 
 
 def _sums() -> str:
     """Words of codes $16-$19, their columns' activations $20-$27, those of high nibbles $28-$35 -> sums $0, $4, ..."""
-    lines = ["{", ".reg .b16 l, h;", ".reg .b32 w, a, s, t, one, less, by, minus, none;", ".reg .f32 f, g;"]
+    lines = ["{", *REGISTERS, ".reg .b32 one, less, by, minus, none;"]
     lines += ["mov.b32 one, 0x3c003c00;", "mov.b32 less, 0xe408e408;"]  # 1, -1032
     lines += ["mov.b32 by, 0x2c002c00;", "mov.b32 minus, 0xd480d480;", "mov.b32 none, 0;"]  # 1/16, -72
     for word in range(4):
@@ -32,11 +31,8 @@ def _sums() -> str:
             lines += ["lop3.b32 a, w, 0x00f000f0, 0x64006400, 0xea;", "fma.rn.f16x2 a, a, by, minus;"]
             lines.append(f"fma.rn.f16x2 t, a, ${x + 8}, {'none' if start else 't'};")
         if word % 2 == 1:
-            for pair, out in (("s", 4 * (word // 2)), ("t", 8 + 4 * (word // 2))):
-                lines += [f"mov.b32 {{l, h}}, {pair};", "cvt.f32.f16 f, l;", "cvt.f32.f16 g, h;"]
-                lines.append(f"add.f32 ${out}, f, g;")
-    lines += [f"mov.f32 ${i}, 0f00000000;" for i in range(16) if i % 4]
-    return "\n".join([*lines, "}"])
+            lines += [*pair_sum("s", 4 * (word // 2)), *pair_sum("t", 8 + 4 * (word // 2))]
+    return "\n".join([*lines, *nothing([i for i in range(16) if i % 4]), "}"])
 
 
 SUMS = tl.constexpr(_sums())

@@ -78,7 +78,7 @@ class Step:
         """Router logits [T, E] of the norm of x, for few tokens."""
         c = self.config
         rows = min(c.gate_tiles * c.gate_warps, c.shared_tiles * c.shared_warps)
-        exact = self.format == "fp8" or (self.format == "int4" and self.gate_up.mins is None and self.down.mins is None)
+        exact = self.format in ("fp8", "int8", "int4") and self.gate_up.mins is None and self.down.mins is None
         half = c.half and exact and self.dtype != torch.float32 and rows % GROUP == 0 and self._whole
         h = torch.empty(self.x.shape, dtype=torch.float16 if half else torch.float32, device=self.x.device)
         self.unit = self.empty(self.tokens, dtype=torch.float32) if half else None
@@ -163,6 +163,7 @@ class Step:
         """Limits of registers are made for what the configuration is made for: float32 products need more."""
         measured = self.gate_up.group_size == 0 or self.format != "fp8"  # scales of groups take registers
         limited = registers and measured and (self.unit is not None or not self.config.half)
+        limited = limited and launch.has_measured_limits(self.x.device)
         options = launch.options(self.x.device, num_warps=warps, early=early)
         return options | ({"maxnreg": registers} if limited else {})
 
@@ -193,12 +194,13 @@ class Step:
         chunks, padded = self._chunks(w)
         span = min(c.one_warps * WARP, padded)
         slots = triton.next_power_of_2(self.top_k)
-        down_one_kernel[(-(-self.hidden // c.one_rows),)](
+        q = c.one_rows if units is not None or not c.half else -(-c.one_rows // 2)  # float32 products need registers
+        down_one_kernel[(-(-self.hidden // q),)](
             residual, h, units, w.data, w.scales, w.mins, routed.logits, routed.ids, routed.weights, out,
             HIDDEN=self.hidden, K=w.shape[1], CHUNKS=chunks, SPAN=span, E=self.experts,
             E_BLOCK=triton.next_power_of_2(self.experts), TOP_K=self.top_k, SLOTS=slots, NORMALIZE=routed.normalize,
             SOURCE=routed.source, RESIDUAL=residual is not None, HOLD=c.hold,
-            LATE=c.one_late and w.scales is not None and w.group_size == 0, Q=c.one_rows,
+            LATE=c.one_late and w.scales is not None and w.group_size == 0, Q=q,
             C=min(c.one_warps * WARP, slots * span), WIDTH=self.chunk_codes, FORMAT=self.format, GROUP=w.group_size,
             HALF=units is not None, ASM=not launch.INTERPRETED,
             **self._options(c.one_warps, c.one_registers, early=True),

@@ -100,7 +100,7 @@ def half_sums(w, x, high, FORMAT: tl.constexpr, ASM: tl.constexpr):
     if FORMAT == "int4":
         return sums_of_eight_int4(w, x, high, ASM)
     else:
-        return sums_of_eight(w, x, ASM)
+        return sums_of_eight(w, x, FORMAT, ASM)
 
 
 @triton.jit
