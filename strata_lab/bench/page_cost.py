@@ -116,7 +116,7 @@ def first_token_s() -> float:
         started = time.monotonic()
         with make_lab(port, scratch):
             lab = LabPage(page, f"http://127.0.0.1:{port}")
-            lab.open("notebooks/00_workbench.ipynb")
+            lab.open("00_workbench.ipynb")  # `make lab` names this file, whose folder is then the server's root
             lab.command("notebook:run-all-cells")
             text = page.locator(".strata-token-stream .text").first
             text.filter(has_text="e").wait_for(timeout=PATIENCE_S * 1e3)
