@@ -72,9 +72,9 @@ class LiveServer:
         """Requests that have not ended."""
         return int(json.loads(self.ask("GET", "/health")[1])["live_requests"])
 
-    def metric(self, name: str) -> float:
-        """Sum of a metric's samples."""
-        lines = self.ask("GET", "/metrics")[1].decode().splitlines()
+    def metric(self, name: str, model: str = "") -> float:
+        """Sum of a metric's samples, of the engine that a model's name stands for."""
+        lines = self.ask("GET", f"/metrics?model={model}" if model else "/metrics")[1].decode().splitlines()
         found = [float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0].partition(" ")[0] == name]
         if not found:
             raise KeyError(f"/metrics has no {name!r}")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from strata_lab.bench.hostile import FLAGS, Findings, attack
-from strata_lab.bench.hostile_requests import KINDS, Ask
+from strata_lab.bench.hostile import FLAGS, Findings, answers, attack
+from strata_lab.bench.hostile_requests import KINDS, ROUTES, Ask
 from strata_lab.bench.live_server import LiveServer, live_server
 from strata_lab.bench.tiny_model import write_tiny_model
 
@@ -79,6 +79,13 @@ def test_hostile_requests_break_nothing() -> None:
     findings = attack(400, seed=7)
     assert findings.good, findings.failures
     assert set(findings.counts) == set(KINDS) and sum(findings.counts.values()) == 400 + 40
+    assert set(findings.marks) == {*ROUTES, "embeds"}, "every engine was asked for, and rows were among the prompts"
+
+
+def test_the_right_answer_differs_by_engine_and_by_kind_of_prompt(tiny: Path) -> None:
+    known = answers(tiny, 3, seed=7)
+    assert sum(len(set(one.texts.values())) == len(ROUTES) for one in known) > len(known) / 2
+    assert all(len({one.texts[name] for one in known}) > len(known) / 2 for name in ROUTES)
 
 
 def test_what_must_not_happen_is_counted_and_kept() -> None:
