@@ -23,7 +23,7 @@ NO_ANSWER = frozenset({0})  # the connection is closed without one
 CLIENT_ERRORS = frozenset(range(400, 500))
 MAX_STEPS = 24
 DEFAULT, URGENT, URGENT_FROM = "precise", "fast", 5
-ROUTES = {DEFAULT: "fp32", URGENT: "int8"}  # engine to weight format
+ROUTES = {DEFAULT: "fp32", URGENT: "int4"}  # engine to weight format
 PRECISION, PRIORITY = "X-Strata-Precision", "X-Strata-Priority"
 
 
