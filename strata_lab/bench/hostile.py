@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     environment = Environment.now("cpu")
     findings = attack(options.requests, options.seed)
-    metrics = {f"num_{kind}": findings.counts[kind] for kind in KINDS}
+    metrics: dict[str, float] = {f"num_{kind}": findings.counts[kind] for kind in KINDS}
     metrics |= {f"num_valid_{mark}": findings.marks[mark] for mark in (*ROUTES, "embeds")} | {
         "num_wrong_texts": findings.num_wrong_texts, "num_wrong_statuses": findings.num_wrong_statuses,
         "leaked_share_of_blocks": findings.leaked_blocks, "exit_code": findings.exit_code, "seconds": findings.seconds,
