@@ -30,8 +30,8 @@ TASKS = {
     "story": "Tell me a story about a lighthouse.",
 }
 NO_DRAFT = (
-    "No model guesses for this one. Set `draft_model` at the top to a smaller model of the same family, whose tokenizer "
-    "is the same, or train one with `strata train-draft`, and run everything again."
+    "No model guesses for this one. Set `draft_model` at the top to a smaller model of the same family, with the same "
+    "tokenizer, or train one with `strata train-draft`, and run everything again."
 )
 FIRST_TRIES = (8, 7, 6, 5)  # most guesses per step
 MIN_STEPS = 3  # of one size, before their median is shown
