@@ -208,7 +208,7 @@ def learned(lesson: Lesson) -> Any:
     if name is None:
         return Markdown(NO_DRAFT)
     draft = open_checkpoint(name)
-    layers, part = draft.config.num_layers, draft.draft
+    layers, part = draft.config.num_layers, getattr(draft, "draft", None)  # of folders that the trainer wrote
     draft.close()
     if part is None:
         return Markdown(
