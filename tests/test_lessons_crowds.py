@@ -27,7 +27,7 @@ from strata_lab.models.loader import open_checkpoint
 from strata_lab.models.shipped import draft_for
 from strata_lab.telemetry.checks import Check
 from strata_lab.telemetry.roofline import StepCost
-from tests.exercises import assert_choice_is_judged, assert_number_is_judged
+from tests.exercises import assert_choice_is_judged, assert_number_is_judged, name_of
 
 
 @pytest.fixture(scope="module")
@@ -357,10 +357,6 @@ CHOICES: list[tuple[Callable[[Any], Any], str, tuple[str, ...]]] = [
     (LAB.in_place, "refused", ("accepted",)),
     (TUNING.first_look, "temperature", ("model", "prompt")),
 ]
-
-
-def name_of(check: Any) -> str:
-    return str(getattr(check, "__qualname__", ""))
 
 
 @pytest.mark.parametrize(("check", "truth"), NUMBERS, ids=name_of)

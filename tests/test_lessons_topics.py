@@ -16,7 +16,7 @@ from strata_lab.lessons.by_hand import MAX_TOKENS, ByHand, Call
 from strata_lab.lessons.first_token import Waits
 from strata_lab.lessons.lesson import Lesson
 from strata_lab.lessons.measuring import Compared, Trace, decode, decode_ms, ttft_ms
-from tests.exercises import assert_choice_is_judged, assert_number_is_judged
+from tests.exercises import assert_choice_is_judged, assert_number_is_judged, name_of
 
 TEXT = "the lighthouse"
 
@@ -242,16 +242,12 @@ CHOICES: list[tuple[Callable[[Any], Any], str, tuple[str, ...]]] = [
 ]
 
 
-def name_of(check: Any) -> str:
-    return str(getattr(check, "__qualname__", ""))
-
-
-@pytest.mark.parametrize(("check", "truth"), NUMBERS, ids=lambda value: name_of(value))
+@pytest.mark.parametrize(("check", "truth"), NUMBERS, ids=name_of)
 def test_a_number_is_judged_by_the_figures_and_no_hint_gives_it_away(check: Callable[[Any], Any], truth: float) -> None:
     assert_number_is_judged(check, truth)
 
 
-@pytest.mark.parametrize(("check", "truth", "wrong"), CHOICES, ids=lambda value: name_of(value))
+@pytest.mark.parametrize(("check", "truth", "wrong"), CHOICES, ids=name_of)
 def test_a_choice_is_judged_and_every_wrong_word_has_a_hint_of_its_own(
     check: Callable[[Any], Any], truth: str, wrong: tuple[str, ...]
 ) -> None:
