@@ -51,7 +51,7 @@ def begun(server: LiveServer, **body: Any) -> socket.socket:
     return connection
 
 
-def test_a_server_that_was_killed_under_load_starts_again_and_answers_the_same(
+def test_a_server_that_was_killed_under_load_and_while_it_loads_starts_again_and_answers_the_same(
     tiny: Path, first: tuple[LiveServer, bytes]
 ) -> None:
     server, before = first
@@ -61,9 +61,12 @@ def test_a_server_that_was_killed_under_load_starts_again_and_answers_the_same(
     assert server.process.wait(30) == -signal.SIGKILL
     for stream in streams:
         stream.close()
+    flags = (*FLAGS, "--port", str(server.port))  # the port is free again at once, too
+    with live_server(tiny, flags, loaded=False) as loading:
+        loading.process.kill()
+        assert loading.process.wait(30) == -signal.SIGKILL
     assert {p.name: p.read_bytes() for p in tiny.iterdir()} == before_files
-    port = str(server.port)
-    with live_server(tiny, (*FLAGS, "--port", port)) as again:  # the port is free again at once, too
+    with live_server(tiny, flags) as again:
         assert again.port == server.port and text(again) == before
         with begun(again) as stream:
             again.process.send_signal(signal.SIGTERM)
