@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from strata_lab.bench.tiny_model import write_tiny_model
-from strata_lab.lessons import bandwidth, first_token, follow, quantization, recorded
+from strata_lab.lessons import bandwidth, crowd, first_token, follow, quantization, recorded
 from strata_lab.lessons.by_hand import MAX_TOKENS, ByHand, Call
 from strata_lab.lessons.first_token import Waits
 from strata_lab.lessons.lesson import Lesson
@@ -143,18 +143,10 @@ def test_the_winner_settles_where_it_leads_for_good() -> None:
 
 
 def test_slots_show_prompt_written_and_free_ones(lesson: Lesson) -> None:
-    folder_engine = lesson.engine
-    ids = folder_engine.tokenizer.encode("12345")
-    name = folder_engine.add_request(ids, lesson.params(400))
-    try:
-        for _ in range(2000):
-            state = folder_engine.snapshot()
-            if state.requests and state.requests[0].num_computed_tokens > len(ids):
-                break
-        (view,) = state.requests
-        text = follow.slots(state).data
-    finally:
-        folder_engine.forget(name)
+    ids = lesson.engine.tokenizer.encode("12345")
+    state = crowd.picture_of(lesson.engine, [ids], (400,), when_tokens=6)
+    (view,) = state.requests
+    text = follow.slots(state).data
     assert text.count(": prompt'") == len(ids)
     assert text.count(": written by the model'") == view.num_computed_tokens - len(ids)
     assert len(re.findall(r"position \d+", text)) == len(view.blocks) * state.block_size
