@@ -58,8 +58,8 @@ def bar() -> Iterator[Callable[[str, float], None]]:
         TextColumn("{task.description:44}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"), TimeElapsedColumn(),
         TextColumn("left"), TimeRemainingColumn(),
     )  # fmt: skip
-    console = Console(stderr=True, force_jupyter=False)  # in a notebook's kernel, too, a command writes plain text
-    with Progress(*columns, console=console, transient=True) as progress:
+    console = Console(stderr=True)  # in a notebook's kernel, which takes no bar, a command is silent until it is done
+    with Progress(*columns, console=console, transient=True, disable=console.is_jupyter) as progress:
         task = progress.add_task("loading", total=1.0)
         yield lambda text, fraction: progress.update(task, description=text, completed=fraction)
 
