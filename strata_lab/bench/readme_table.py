@@ -28,13 +28,14 @@ RESULTS = REPOSITORY / "docs" / "results" / "climb_cpu.json"
 GPU_RESULTS = RESULTS.with_name("evidence_gpu.json")
 QUALITY = RESULTS.with_name("quality_cpu.json")
 SPECULATION = RESULTS.with_name("speculation_cpu.json")
-DECISIONS = REPOSITORY / "docs" / "decisions"
 OTHERS = {  # document to its sections, and the file that each is made of
     REPOSITORY / "docs" / "serving.md": (
         ("scheduling", scheduling_table, "scheduling_cpu.json"), ("http", http_table, "http_overhead.json"),
     ),
-    DECISIONS / "0016-long-context.md": (("long context", long_context_table, "long_context_cpu.json"),),
-    DECISIONS / "0019-the-workbench-page.md": (
+    REPOSITORY / "docs" / "decisions" / "0016-long-context.md": (
+        ("long context", long_context_table, "long_context_cpu.json"),
+    ),
+    REPOSITORY / "docs" / "workbench.md": (
         ("page", page_table, "page_cost_cpu.json"), ("leak", leak_table, "page_leak_cpu.json"),
     ),
 }  # fmt: skip
