@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from strata_lab.apply import Fallback
-from strata_lab.build import Builder
+from strata_lab.build import Builder, Parts
 from strata_lab.config import DEFAULT_MODEL, EngineConfig, Optimizations, engine_config
 from strata_lab.desk import EngineClosedError
 from strata_lab.engine_loop import EngineLoop
@@ -114,6 +114,12 @@ class LLMEngine(ChangesSettings, WatchesExperts):
         """Whether the background loop runs."""
         return self._loop.alive
 
+    @property
+    def parts(self) -> Parts:
+        """What serves requests now: weights, pool, runner and so on. To look at; a change of settings replaces it."""
+        self._loop.check_open()
+        return self._loop.parts
+
     def stats(self) -> EngineStats:
         """Counters and memory, as of now."""
         return self._loop.stats()
@@ -156,9 +162,7 @@ class LLMEngine(ChangesSettings, WatchesExperts):
     def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
         """The model's embeddings of some tokens, [T, hidden] float32: what `prompt_embeds` stand in place of."""
         ids = torch.tensor(check_token_ids(token_ids, self.model_config.vocab_size), device=self.device)
-        self._loop.check_open()
-        parts = self._loop.parts
-        return bind(self._builder.backend).embedding(ids, parts.weights.embedding).float()
+        return bind(self._builder.backend).embedding(ids, self.parts.weights.embedding).float()
 
     def follow(
         self, prompt: Prompt | None, params: SamplingParams, inbox: Inbox, *, request_id: str | None = None,

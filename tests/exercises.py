@@ -9,6 +9,11 @@ from typing import Any
 FACTORS = (1e-3, 1 / 8, 0.5, 2.0, 8.0, 1e3)
 
 
+def name_of(check: Any) -> str:
+    """What a test's name calls an exercise."""
+    return str(getattr(check, "__qualname__", ""))
+
+
 def assert_number_is_judged(check: Callable[[Any], Any], truth: float) -> None:
     """None asks, the truth is right, and no hint for a wrong answer contains a number near it."""
     assert check(None).right is None and check(truth).right is True

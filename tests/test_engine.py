@@ -236,6 +236,18 @@ def test_bad_max_tokens_says_what_works(value) -> None:
         SamplingParams(max_tokens=value)
 
 
+def test_parts_are_those_in_force_for_looking_at_and_gone_with_the_engine(folder) -> None:
+    with make(folder, prefix_cache=False) as engine:
+        before = engine.parts
+        assert engine.apply(prefix_cache=True).ok
+        assert engine.parts.optimizations == engine.optimizations != before.optimizations
+        assert engine.parts.weights is before.weights, "what did not change is the same"
+        with pytest.raises(AttributeError):
+            engine.parts = before
+    with pytest.raises(EngineClosedError):
+        _ = engine.parts
+
+
 def test_nan_logits_end_their_request_and_not_the_engine(folder, expected) -> None:
     with make(folder) as engine:
         norm = engine._loop.parts.weights.final_norm

@@ -1,6 +1,6 @@
 """Laws of the thermal governor: it acts before the limit, costs nothing when off, and changes no token.
 
-Temperatures come from `thermal_model.ModelledCard`, which is a model, and from a trace; no test waits for a real card.
+Temperatures come from `thermal_model.ModelledCard`, which is a model, or are written by hand; none was recorded.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,16 +16,18 @@ from strata_lab.bench.interference import Disturbance
 from strata_lab.bench.measure import Run
 from strata_lab.bench.tiny_model import write_tiny_model
 from strata_lab.bench.workloads import uneven
-from strata_lab.config import Optimizations
+from strata_lab.config import DEFAULT_MODEL, Optimizations
 from strata_lab.events import StepEvent, TokenEvent
 from strata_lab.kernel_lab import SwapReport
 from strata_lab.kernels.rms_norm import rms_norm_ref
 from strata_lab.lessons import batching, crowd, drafting, kernels, kv_cache, mixture, pd_split, tuning
 from strata_lab.lessons.lesson import Lesson
 from strata_lab.lessons.measuring import Compared, Trace
+from strata_lab.models.loader import open_checkpoint
+from strata_lab.models.shipped import draft_for
 from strata_lab.telemetry.checks import Check
 from strata_lab.telemetry.roofline import StepCost
-from tests.exercises import assert_choice_is_judged, assert_number_is_judged
+from tests.exercises import assert_choice_is_judged, assert_number_is_judged, name_of
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +188,29 @@ def test_marked_text_cannot_be_a_tag() -> None:
 
 
 def test_without_a_draft_model_the_notebook_says_how_to_give_one(lesson: Lesson) -> None:
-    assert "draft_model" in drafting.with_model(lesson, None, 4).data
+    assert "draft_model" in drafting.with_model(lesson, 4).data
+    assert drafting.learned(lesson).data == drafting.NO_DRAFT
+
+
+def test_a_model_that_guesses_is_measured_and_its_training_shown(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    made = Lesson(
+        str(folder), "cpu", 0.01, 3, name="drafted", draft_model=str(folder), max_model_len=256, num_kv_blocks=32
+    )
+    assert "a model of its own, with 2 layers" in drafting.learned(made).data, "it was not trained for this one"
+    said = drafting.with_model(made, 24).data
+    assert str(folder) in said and "Every token is the same" in said and "Drafting is" in said
+    assert made.engine.optimizations.speculative == "none"
+    made.close()
+
+
+@pytest.mark.skipif(draft_for(DEFAULT_MODEL) is None, reason="no draft is in this checkout")
+def test_the_shipped_draft_shows_what_its_card_says() -> None:
+    config = SimpleNamespace(model=DEFAULT_MODEL, draft_model=None)
+    lesson: Any = SimpleNamespace(engine=SimpleNamespace(config=config, model_config=SimpleNamespace(num_layers=30)))
+    before, after = drafting.learned(lesson).data
+    part = open_checkpoint(draft_for(DEFAULT_MODEL)).draft
+    assert list(after.y) == part.facts["after"]["by_position"] and after.y[0] > before.y[0]
 
 
 # -- 10 ---------------------------------------------------------------------------------------------------------------
@@ -332,10 +357,6 @@ CHOICES: list[tuple[Callable[[Any], Any], str, tuple[str, ...]]] = [
     (LAB.in_place, "refused", ("accepted",)),
     (TUNING.first_look, "temperature", ("model", "prompt")),
 ]
-
-
-def name_of(check: Any) -> str:
-    return str(getattr(check, "__qualname__", ""))
 
 
 @pytest.mark.parametrize(("check", "truth"), NUMBERS, ids=name_of)

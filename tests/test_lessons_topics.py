@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from strata_lab.bench.tiny_model import write_tiny_model
-from strata_lab.lessons import bandwidth, first_token, follow, quantization, recorded
+from strata_lab.lessons import bandwidth, crowd, first_token, follow, quantization, recorded
 from strata_lab.lessons.by_hand import MAX_TOKENS, ByHand, Call
 from strata_lab.lessons.first_token import Waits
 from strata_lab.lessons.lesson import Lesson
 from strata_lab.lessons.measuring import Compared, Trace, decode, decode_ms, ttft_ms
+from tests.exercises import assert_choice_is_judged, assert_number_is_judged, name_of
 
 TEXT = "the lighthouse"
 
@@ -142,18 +143,10 @@ def test_the_winner_settles_where_it_leads_for_good() -> None:
 
 
 def test_slots_show_prompt_written_and_free_ones(lesson: Lesson) -> None:
-    folder_engine = lesson.engine
-    ids = folder_engine.tokenizer.encode("12345")
-    name = folder_engine.add_request(ids, lesson.params(400))
-    try:
-        for _ in range(2000):
-            state = folder_engine.snapshot()
-            if state.requests and state.requests[0].num_computed_tokens > len(ids):
-                break
-        (view,) = state.requests
-        text = follow.slots(state).data
-    finally:
-        folder_engine.forget(name)
+    ids = lesson.engine.tokenizer.encode("12345")
+    state = crowd.picture_of(lesson.engine, [ids], (400,), when_tokens=6)
+    (view,) = state.requests
+    text = follow.slots(state).data
     assert text.count(": prompt'") == len(ids)
     assert text.count(": written by the model'") == view.num_computed_tokens - len(ids)
     assert len(re.findall(r"position \d+", text)) == len(view.blocks) * state.block_size
@@ -241,28 +234,16 @@ CHOICES: list[tuple[Callable[[Any], Any], str, tuple[str, ...]]] = [
 ]
 
 
-def name_of(check: Any) -> str:
-    return str(getattr(check, "__qualname__", ""))
-
-
-@pytest.mark.parametrize(("check", "truth"), NUMBERS, ids=lambda value: name_of(value))
+@pytest.mark.parametrize(("check", "truth"), NUMBERS, ids=name_of)
 def test_a_number_is_judged_by_the_figures_and_no_hint_gives_it_away(check: Callable[[Any], Any], truth: float) -> None:
-    assert check(None).right is None and check(truth).right is True
-    for factor in (1e-3, 1 / 8, 0.5, 2.0, 8.0, 1e3):
-        verdict = check(truth * factor)
-        assert verdict.right is False and len(verdict.text) > 20
-        told = [float(n) for n in re.findall(r"\d+(?:\.\d+)?", verdict.text)]
-        assert all(abs(n - truth) > 0.05 * truth for n in told), verdict.text
+    assert_number_is_judged(check, truth)
 
 
-@pytest.mark.parametrize(("check", "truth", "wrong"), CHOICES, ids=lambda value: name_of(value))
+@pytest.mark.parametrize(("check", "truth", "wrong"), CHOICES, ids=name_of)
 def test_a_choice_is_judged_and_every_wrong_word_has_a_hint_of_its_own(
     check: Callable[[Any], Any], truth: str, wrong: tuple[str, ...]
 ) -> None:
-    assert check(None).right is None and check(truth).right is True
-    hints = [check(word) for word in wrong]
-    assert [hint.right for hint in hints] == [False] * len(wrong)
-    assert len({hint.text for hint in hints}) == len(wrong) and all(f'"{truth}"' not in h.text for h in hints)
+    assert_choice_is_judged(check, truth, wrong)
 
 
 def test_the_pair_about_outliers_is_what_rounding_them_says() -> None:

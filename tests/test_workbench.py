@@ -122,7 +122,7 @@ def test_lost_events_are_counted_and_the_text_is_whole_in_the_end(engine: FakeEn
 
 
 def test_samples_stop_when_nothing_runs(bench: Workbench) -> None:
-    assert bench.generate("Hello", max_tokens=150).wait(PATIENCE_S)
+    assert bench.generate("Hello", max_tokens=300).wait(PATIENCE_S)
     eventually(lambda: bench.panels.chart.values[1] is None)
     eventually(lambda: len(bench.panels.chart.history) > 2 * SAMPLE.size)
     history = bench.panels.chart.history

@@ -86,7 +86,7 @@ def cell(
     step_ms, bare_distinct = bare_step(engine, batch, context)
     stats = engine.stats()
     opt = engine.optimizations
-    step_bytes = engine._loop.parts.weights.bytes_read(engine.model_config, batch)
+    step_bytes = engine.parts.weights.bytes_read(engine.model_config, batch)
     step_bytes += batch * (context + REPLAYS) * stats.kv_bytes_per_token
     metrics: dict[str, Any] = {
         "step_ms": step_ms, "raw_tok_s": 1e3 * batch / step_ms, "step_gb": step_bytes / 1e9,
@@ -135,8 +135,8 @@ def bare_step(engine: Any, batch: int, context: int) -> tuple[float, float]:
     measured: list[tuple[float, int]] = []
 
     def measure() -> None:
-        randomize(engine._loop.parts.kv, sorted({b for item in items for b in item.block_table}), engine.device)
-        measured.append(engine._loop.parts.runner.replay_ms(items, REPLAYS))
+        randomize(engine.parts.kv, sorted({b for item in items for b in item.block_table}), engine.device)
+        measured.append(engine.parts.runner.replay_ms(items, REPLAYS))
         engine._loop.scheduler.blocks.drop_prefixes()  # these blocks hold nobody's text any more
 
     engine._loop.between_steps(measure)

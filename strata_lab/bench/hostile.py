@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
+import io
 import json
 import sys
 import tempfile
@@ -19,13 +21,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from strata_lab.bench.harness import Environment, write_results
-from strata_lab.bench.hostile_requests import GREEDY, KINDS, Ask, Die, prompts
+from strata_lab.bench.hostile_requests import (
+    GREEDY,
+    KINDS,
+    ROUTES,
+    URGENT,
+    URGENT_FROM,
+    Ask,
+    Die,
+    Known,
+    prompts,
+    rows_field,
+)
 from strata_lab.bench.live_server import LiveServer, live_server
 from strata_lab.bench.tiny_model import CONTEXT, write_tiny_model
 
 SCRIPT = "python -m strata_lab.bench.hostile"
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "16", "--max-model-len", str(CONTEXT))
+ROUTE_FLAGS = (
+    *(part for name, weight_format in ROUTES.items() for part in ("--route", f"{name}={weight_format}")),
+    *("--urgent-route", URGENT, "--urgent-from", str(URGENT_FROM)),
+)
 PROMPTS, CONCURRENCY, ANSWER_LIMIT_S = 40, 24, 60.0
 MAX_KEPT_FAILURES = 20
 
@@ -35,7 +54,7 @@ class Findings:
     """What happened.
 
     Attributes:
-        counts: requests by kind.
+        counts, marks: requests by kind; valid ones by what else they are.
         failures: sentences about the first that went wrong.
         num_wrong_texts, num_wrong_statuses: requests whose answer was not the right one.
         seconds: of all requests.
@@ -44,6 +63,7 @@ class Findings:
     """
 
     counts: Counter[str] = field(default_factory=Counter)
+    marks: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     num_wrong_texts: int = 0
     num_wrong_statuses: int = 0
@@ -60,6 +80,7 @@ class Findings:
     def book(self, ask: Ask, status: int, text: str | None) -> None:
         """Count an answer."""
         self.counts[ask.kind] += 1
+        self.marks.update(ask.marks)
         if ask.leave_s is not None:
             return
         if status not in ask.statuses:
@@ -74,18 +95,41 @@ class Findings:
             self.failures.append(sentence)
 
 
-def answers(folder: Path, count: int, seed: int) -> list[tuple[str, int, str, str]]:
-    """What the engine alone says to each prompt, one at a time: as a completion, and as a chat."""
+def answers(folder: Path, count: int, seed: int) -> list[Known]:
+    """What each engine alone says, one request at a time: to each prompt, to a chat of it, and to rows made of it."""
     from strata_lab.engine import LLMEngine
+
+    asked: list[tuple[tuple[str, ...], dict[str, Any]]] = []
+    texts: dict[str, list[str]] = {}
+    for name, weight_format in ROUTES.items():
+        options: dict[str, Any] = {"dtype": "float32", "max_model_len": CONTEXT, "weight_format": weight_format}
+        with LLMEngine(folder, device="cpu", **options) as engine:
+            asked = asked or _asked(engine, count, seed)
+            texts[name] = [_said(engine, body) for _, body in asked]
+    return [Known(paths, body, {name: texts[name][i] for name in ROUTES}) for i, (paths, body) in enumerate(asked)]
+
+
+def _asked(engine: Any, count: int, seed: int) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
+    made: list[tuple[tuple[str, ...], dict[str, Any]]] = []
+    for prompt, tokens in prompts(count, seed):
+        embedded = engine.embed(engine.tokenizer.encode(prompt)).numpy()
+        rows = (embedded + embedded[::-1]) / 2  # which no text has
+        made += [
+            (("/v1/completions", "/generate"), {"prompt": prompt, "max_tokens": tokens}),
+            (("/v1/chat/completions",), {"messages": [{"role": "user", "content": prompt}], "max_tokens": tokens}),
+            (("/v1/completions",), {"prompt_embeds": rows_field(rows), "max_tokens": tokens}),
+        ]
+    return made
+
+
+def _said(engine: Any, body: dict[str, Any]) -> str:
     from strata_lab.sampling_params import SamplingParams
 
-    made = []
-    with LLMEngine(folder, device="cpu", dtype="float32", max_model_len=CONTEXT) as engine:
-        for prompt, tokens in prompts(count, seed):
-            params = SamplingParams(**GREEDY, max_tokens=tokens)  # type: ignore[arg-type]
-            chat = engine.chat([{"role": "user", "content": prompt}], params).text
-            made.append((prompt, tokens, engine.generate([prompt], params)[0].text, chat))
-    return made
+    params = SamplingParams(**GREEDY, max_tokens=body["max_tokens"])  # type: ignore[arg-type]
+    field = body.get("prompt_embeds")
+    rows = None if field is None else np.load(io.BytesIO(base64.b64decode(field)))
+    pieces = engine.stream(body.get("prompt") or body.get("messages"), params, prompt_embeds=rows)
+    return "".join(piece.text for piece in pieces)
 
 
 async def send(port: int, ask: Ask) -> tuple[int, str | None]:
@@ -159,7 +203,7 @@ def attack(count: int, seed: int) -> Findings:
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_model(Path(folder) / "tiny")
         die = Die(seed, answers(model, PROMPTS, seed))
-        with live_server(model, FLAGS) as server:
+        with live_server(model, (*FLAGS, *ROUTE_FLAGS)) as server:
             started = time.perf_counter()
             asyncio.run(storm(server.port, die, count // 10, findings))
             findings.rss_mib.append(rss_mib(server))
@@ -172,7 +216,7 @@ def attack(count: int, seed: int) -> Findings:
 def _look_after(server: LiveServer, die: Die, findings: Findings) -> None:
     """What stays: requests, blocks, memory; and whether it still answers and stops as it should."""
     server.wait_idle()
-    findings.leaked_blocks = server.metric("vllm:kv_cache_usage_perc")
+    findings.leaked_blocks = max(server.metric("vllm:kv_cache_usage_perc", name) for name in ROUTES)
     findings.rss_mib.append(rss_mib(server))
     for _ in range(PROMPTS):
         ask = die.valid()
@@ -195,7 +239,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     environment = Environment.now("cpu")
     findings = attack(options.requests, options.seed)
-    metrics = {f"num_{kind}": findings.counts[kind] for kind in KINDS} | {
+    metrics: dict[str, float] = {f"num_{kind}": findings.counts[kind] for kind in KINDS}
+    metrics |= {f"num_valid_{mark}": findings.marks[mark] for mark in (*ROUTES, "embeds")} | {
         "num_wrong_texts": findings.num_wrong_texts, "num_wrong_statuses": findings.num_wrong_statuses,
         "leaked_share_of_blocks": findings.leaked_blocks, "exit_code": findings.exit_code, "seconds": findings.seconds,
         "requests_s": sum(findings.counts.values()) / findings.seconds, "rss_mib_early": findings.rss_mib[0],
@@ -204,10 +249,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = environment.record(
         f"hostile/{options.requests}_requests",
         script=f"{SCRIPT} --requests {options.requests} --seed {options.seed}",
-        conditions={"model": "a random Llama of 2 layers, float32", "batch": CONCURRENCY, "flags": " ".join(FLAGS)},
+        conditions={
+            "model": "a random Llama of 2 layers, float32",
+            "batch": CONCURRENCY,
+            "flags": " ".join((*FLAGS, *ROUTE_FLAGS)),
+        },
         metrics=metrics,
-        note="greedy answers are compared with the engine's own, one request at a time; exit_code is that of the "
-        "server after SIGTERM; client and server on the same cores",
+        note="greedy answers are compared with those of the engine that was asked for, one request at a time; "
+        "exit_code is that of the server after SIGTERM; client and server on the same cores",
     )
     sys.stdout.write("".join(f"{name:24} {value:.6g}\n" for name, value in metrics.items()))
     sys.stdout.write("".join(f"{sentence}\n" for sentence in findings.failures))

@@ -33,7 +33,7 @@ from strata_lab.sampling_params import SamplingParams
 
 SCRIPT = "python -m strata_lab.bench.http_overhead"
 ROOT = Path(__file__).resolve().parents[2]
-ROUNDS = {1: 16, 16: 4}  # pairs by batch size: the longer a run, the less its neighbours matter
+ROUNDS = {1: 16, 16: 9}  # pairs by batch size: the longer a run, the less its neighbours matter
 TOKENS, PROMPT_TOKENS = 96, 16
 STREAMS, STREAM_TOKENS = 200, 24
 

@@ -112,7 +112,7 @@ def measure(
             found[split] += [disturb(engine, streams, prompt_tokens) for _ in range(rounds)]
         toggles = engine.optimizations.as_dict()
         engine.apply(pd_split=True)
-        lane = engine._loop.parts.lane
+        lane = engine.parts.lane
         conditions = {"model": model, "streams": streams, "prompt_tokens": prompt_tokens, "toggles": toggles}
         conditions["lane_multiprocessors"] = None if lane is None else lane.multiprocessors
     return [

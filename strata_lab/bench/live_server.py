@@ -33,12 +33,13 @@ class LiveServer:
         said: lines it wrote so far.
     """
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], loaded: bool = True) -> None:
         self.process, self.said = process, list[str]()
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="live-server", daemon=True).start()
         self.port = int(self.wait_for("listening on ").partition(" (GET")[0].rpartition(":")[2])
-        self.wait_for("ready: ")
+        if loaded:
+            self.wait_for("ready: ")
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -72,9 +73,9 @@ class LiveServer:
         """Requests that have not ended."""
         return int(json.loads(self.ask("GET", "/health")[1])["live_requests"])
 
-    def metric(self, name: str) -> float:
-        """Sum of a metric's samples."""
-        lines = self.ask("GET", "/metrics")[1].decode().splitlines()
+    def metric(self, name: str, model: str = "") -> float:
+        """Sum of a metric's samples, of the engine that a model's name stands for."""
+        lines = self.ask("GET", f"/metrics?model={model}" if model else "/metrics")[1].decode().splitlines()
         found = [float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0].partition(" ")[0] == name]
         if not found:
             raise KeyError(f"/metrics has no {name!r}")
@@ -95,12 +96,17 @@ class LiveServer:
 
 
 @contextmanager
-def live_server(model: Path | str, flags: Sequence[str] = ()) -> Iterator[LiveServer]:
-    """Start a server and wait until it serves; it is killed in the end if it still runs."""
+def live_server(model: Path | str, flags: Sequence[str] = (), *, loaded: bool = True) -> Iterator[LiveServer]:
+    """Start a server and wait until it serves, or only listens; it is killed in the end if it still runs.
+
+    Args:
+        model, flags: of `strata serve`.
+        loaded: wait for the model too.
+    """
     command = [sys.executable, "-c", COMMAND, "serve", "--model", str(model), "--port", "0", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=ROOT) as process:
         try:
-            yield LiveServer(process)
+            yield LiveServer(process, loaded)
         finally:
             if process.poll() is None:
                 process.kill()

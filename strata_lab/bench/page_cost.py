@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from strata_lab.bench.harness import REPOSITORY, Environment, Record, Spread, write_results
+from strata_lab.bench.harness import REPOSITORY, Environment, Record, Spread
 from strata_lab.bench.lab_page import (
     TOKEN,
     LabPage,
@@ -30,9 +30,9 @@ from strata_lab.bench.lab_page import (
     lab_page,
     lab_settings,
     served,
-    why_no_browser,
     write_notebook,
 )
+from strata_lab.bench.page_command import measured, page_parser
 from strata_lab.config import DEFAULT_MODEL
 
 SCRIPT = "python -m strata_lab.bench.page_cost"
@@ -116,7 +116,7 @@ def first_token_s() -> float:
         started = time.monotonic()
         with make_lab(port, scratch):
             lab = LabPage(page, f"http://127.0.0.1:{port}")
-            lab.open("notebooks/00_workbench.ipynb")
+            lab.open("00_workbench.ipynb")  # `make lab` names this file, whose folder is then the server's root
             lab.command("notebook:run-all-cells")
             text = page.locator(".strata-token-stream .text").first
             text.filter(has_text="e").wait_for(timeout=PATIENCE_S * 1e3)
@@ -203,27 +203,18 @@ def _switching(environment: Environment, conditions: Any, times: list[float]) ->
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 2 where there is no browser."""
-    parser = argparse.ArgumentParser(prog=SCRIPT, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="anything the engine loads")
+    parser = page_parser(SCRIPT, __doc__, "page_cost_cpu")
     parser.add_argument(
         "--rounds", type=int, default=ROUNDS, help="runs with the page open; 0 measures the start alone"
     )
     parser.add_argument("--switches", type=int, default=SWITCHES, help="clicks that are timed")
     parser.add_argument("--no-start", action="store_true", help="leave out the start, which runs `make lab`")
-    parser.add_argument("--name", default="page_cost_cpu", help="results file")
-    parser.add_argument("--results", help="folder of the results file (default: docs/results)")
-    options = parser.parse_args(arguments)
-    if reason := why_no_browser():
-        sys.stderr.write(f"the page cannot be opened: {reason}\n")
-        return 2
-    records = measure_page(options.model, options.rounds, options.switches) if options.rounds else []
-    if not options.no_start:
-        records.append(measure_start(DEFAULT_MODEL))
-    for record in records:
-        figures = ", ".join(f"{name} {value:.4g}" for name, value in record.metrics.items())
-        sys.stdout.write(f"{record.name:20} {figures}\n")
-    write_results(options.name, records, options.results)
-    return 0
+
+    def measure(options: argparse.Namespace) -> list[Record]:
+        page = measure_page(options.model, options.rounds, options.switches) if options.rounds else []
+        return page if options.no_start else [*page, measure_start(DEFAULT_MODEL)]
+
+    return measured(parser, arguments, measure)
 
 
 if __name__ == "__main__":

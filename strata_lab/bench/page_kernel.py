@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from strata_lab.events import StepEvent
+from strata_lab.sampling_params import SamplingParams
 
 POLL_S = 0.1
+FILL_STREAMS, FILL_TOKENS = 4, 1000  # that fill the event log: as many as a load sends, so that steps hold as much
 SETTLE_S = 3.0  # before a run, until a browser that was sent away is at rest
 
 
@@ -63,6 +65,13 @@ def headless_speeds(engine: Any, load: str, path: str) -> None:
         part.replace(path)
 
     threading.Thread(target=run, name="strata-page-cost").start()
+
+
+def fill_log(engine: Any) -> None:
+    """Write texts until the event log is full, so that what it holds grows no more."""
+    params = SamplingParams(temperature=0.0, max_tokens=FILL_TOKENS, ignore_eos=True)
+    while engine.events.cursor < engine.events.capacity:
+        engine.generate(["Tell me a very long story."] * FILL_STREAMS, params)
 
 
 def memory() -> dict[str, float]:

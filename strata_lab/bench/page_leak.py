@@ -1,36 +1,38 @@
 """Whether the open page leaks: browser heap, kernel memory and threads while streams run for a number of minutes.
 
 `python -m strata_lab.bench.page_leak --minutes 60` keeps load coming on the workbench with every panel open, and reads
-the figures each `EVERY_S` seconds after garbage was collected on both sides. The record holds first and last reading
-after a warm-up, the slopes between, and how many minutes that was; nothing is extrapolated.
+the figures each `EVERY_S` seconds after garbage was collected on both sides. The engine's log of events is full before
+the page opens, since a log that fills looks like a leak. The record holds first and last reading after a warm-up, the
+slopes between, and how many minutes that was; nothing is extrapolated.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from strata_lab.bench.harness import Environment, Record, Spread, write_results
-from strata_lab.bench.lab_page import LabPage, lab_page, why_no_browser, write_notebook
-from strata_lab.config import DEFAULT_MODEL
+from strata_lab.bench.harness import Environment, Record, Spread
+from strata_lab.bench.lab_page import LabPage, lab_page, write_notebook
+from strata_lab.bench.page_command import measured, page_parser
 
 SCRIPT = "python -m strata_lab.bench.page_leak"
 EVERY_S = 20.0
 WARM_UP_S = 100.0  # until charts hold what they keep, 60 s, and every batch size is captured
-READY_S = 300.0
+READY_S = 600.0  # until the engine is there and has filled its log
 LOADS = ("users", "A")
 SETTINGS = ("cuda_graph", "prefix_cache")  # flipped at each reading, as a person would
-CELL = """from strata_lab.bench import page_kernel
+CELL = """from strata_lab import LLMEngine
+from strata_lab.bench import page_kernel
 from strata_lab.workbench import Workbench
 
-wb = Workbench({model!r})
+engine = LLMEngine({model!r})
+page_kernel.fill_log(engine)
+wb = Workbench(engine)
 wb"""
 
 
@@ -80,7 +82,7 @@ def measure(model: str, minutes: float, every_s: float = EVERY_S, warm_up_s: flo
             assert lab.ask("wb.open(*wb.panels.details.all)") == ""
             readings = watch(lab, minutes, every_s, warm_up_s)
             tokens = int(lab.ask("print(wb.engine.stats().num_output_tokens)"))
-            lab.ask("wb.close()")
+            lab.ask("wb.close(); engine.close()")
     names = [name for name in readings[0] if name != "minute"]
     watched = readings[-1]["minute"] - readings[0]["minute"]
     heap = [one["browser_heap_mb"] for one in readings]
@@ -107,21 +109,9 @@ def measure(model: str, minutes: float, every_s: float = EVERY_S, warm_up_s: flo
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 2 where there is no browser."""
-    parser = argparse.ArgumentParser(prog=SCRIPT, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="anything the engine loads")
+    parser = page_parser(SCRIPT, __doc__, "page_leak_cpu")
     parser.add_argument("--minutes", type=float, default=60.0, help="how long, after the warm-up")
-    parser.add_argument("--name", default="page_leak_cpu", help="results file")
-    parser.add_argument("--results", help="folder of the results file (default: docs/results)")
-    options = parser.parse_args(arguments)
-    if reason := why_no_browser():
-        sys.stderr.write(f"the page cannot be opened: {reason}\n")
-        return 2
-    records = measure(options.model, options.minutes)
-    for name, value in records[0].metrics.items():
-        if name != "readings":
-            sys.stdout.write(f"{name:32} {value:.5g}\n")
-    write_results(options.name, records, options.results)
-    return 0
+    return measured(parser, arguments, lambda options: measure(options.model, options.minutes))
 
 
 if __name__ == "__main__":

@@ -45,3 +45,57 @@ def scheduling_table(records: Sequence[Rec]) -> str:
             kept = "yes" if m[name] <= m[key] else "no"
             lines.append(f"| {AFTER.get(name, PARTS[part])} | {m[name]:.2f} | {m[key]:g} | {kept} |")
     return "\n".join(lines)
+
+
+def http_table(records: Sequence[Rec]) -> str:
+    """What HTTP costs by streams, and how long /health takes while many run."""
+    heads = ["streams", "engine, tok/s", "over HTTP", "share of the engine (95% interval)", "share by steps"]
+    heads += ["server, us a token", "client, us a token"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---:|" * len(heads)]
+    for r in records:
+        m = r["metrics"]
+        if "engine_tok_s" in m:
+            lines.append(
+                f"| {r['conditions']['batch']} | {m['engine_tok_s']:.0f} | {m['output_tok_s']:.0f} | "
+                f"{m['share_of_engine']:.1%} ({m['share_low']:.1%} to {m['share_high']:.1%}) | {m['step_share']:.1%} | "
+                f"{m['server_cpu_us_per_token']:.0f} | {m['client_cpu_us_per_token']:.0f} |"
+            )
+        else:
+            health = (
+                f"While {r['conditions']['batch']} streams run, `/health` answers within {m['health_p99_ms']:.0f} ms "
+                f"at the 99th percentile and {m['health_max_ms']:.0f} ms at most ({m['num_health']} asked)."
+            )
+            lines += ["", health]
+    return "\n".join(lines)
+
+
+def page_table(records: Sequence[Rec]) -> str:
+    """What the open page costs the engine, how soon a switch takes effect, and how long the start takes."""
+    by_name = {r["name"].partition("/")[2]: r for r in records}
+    lines = ["| what | measured | bar |", "|---|---:|---:|"]
+    for side, what in (("pump", "widgets and pump, no page"), ("page", "every panel open in a browser")):
+        r = by_name[side]
+        m, s = r["metrics"], r["spread"]
+        lines.append(
+            f"| speed with {what}, over that without | {m['share_of_headless']:.1%} ({s['min']:.1%} to {s['max']:.1%}, "
+            f"n={s['runs']}) | 95% |"
+        )
+    m = by_name["switch"]["metrics"]
+    found = f"{m['effect_p50_ms']:.0f} and {m['effect_p95_ms']:.0f} ms"
+    lines.append(f"| from a click to its effect while 8 streams run, median and 95th percentile | {found} | 1000 ms |")
+    took_s = by_name["start"]["metrics"]["first_token_s"]
+    lines.append(f"| from `make lab` to the first text on the page | {took_s:.0f} s | 40 s |")
+    return "\n".join(lines)
+
+
+def leak_table(records: Sequence[Rec]) -> str:
+    """Readings of the watched page: first, last, and what they change by in a minute."""
+    m = records[0]["metrics"]
+    names = [key.removeprefix("first_") for key in m if key.startswith("first_")]
+    head = f"{m['minutes']:.0f} minutes, {m['output_tokens']} tokens, {m['num_readings']} readings after a collection:"
+    lines = [head, "", "| | first | last | a minute |", "|---|---:|---:|---:|"]
+    for name in names:
+        first, last, change = m[f"first_{name}"], m[f"last_{name}"], m[f"{name}_per_minute"]
+        form = ".1f" if name.endswith("_mb") else ".0f"
+        lines.append(f"| {name.replace('_', ' ')} | {first:{form}} | {last:{form}} | {change:+.2f} |")
+    return "\n".join(lines)

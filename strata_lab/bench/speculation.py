@@ -144,7 +144,7 @@ def _switch(engine: Any, drafter: str) -> None:
 def verdict(engine: Any, drafter: str, batch: int) -> dict[str, Any]:
     """What the policy makes of a batch size: metrics of a record."""
     _switch(engine, drafter)
-    policy = engine._loop.parts.speculation.policy
+    policy = engine.parts.speculation.policy
     state, reason = policy.verdict(batch)
     kinds = {
         name: {"first": round(first, 3), "next": round(later, 3), "guesses": guesses}
@@ -229,7 +229,7 @@ def check(engine: Any, kinds: Sequence[TextKind], drafter: str, max_tokens: int)
         texts = {}
         for setting in ("none", drafter):
             _switch(engine, setting)
-            speculation = engine._loop.parts.speculation
+            speculation = engine.parts.speculation
             before = engine.stats()
             policy, speculation.policy = getattr(speculation, "policy", None), None  # every step drafts what it can
             texts[setting] = [output.token_ids for output in engine.generate(prompts, params)]

@@ -58,7 +58,8 @@ def bar() -> Iterator[Callable[[str, float], None]]:
         TextColumn("{task.description:44}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"), TimeElapsedColumn(),
         TextColumn("left"), TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)  # in a notebook's kernel, which takes no bar, a command is silent until it is done
+    with Progress(*columns, console=console, transient=True, disable=console.is_jupyter) as progress:
         task = progress.add_task("loading", total=1.0)
         yield lambda text, fraction: progress.update(task, description=text, completed=fraction)
 
@@ -70,7 +71,7 @@ def show(renderable: Any) -> None:
     if sys.stdout.isatty():
         Console().print(renderable)
         return
-    console = Console(width=FILE_WIDTH, color_system=None)
+    console = Console(width=FILE_WIDTH, color_system=None, force_jupyter=False)
     with console.capture() as captured:
         console.print(renderable)
     typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))

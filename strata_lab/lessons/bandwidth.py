@@ -18,7 +18,7 @@ EXERCISE_PARAMETERS, EXERCISE_BITS = 7e9, 4.5  # a model people run at home, in 
 
 def parts_of_step(engine: Any) -> dict[str, int]:
     """What a decode step of one request reads beside the KV cache: part to bytes, from the tensors in memory."""
-    weights, total = engine._loop.parts.weights, engine.stats().bytes_per_step
+    weights, total = engine.parts.weights, engine.stats().bytes_per_step
     attention = sum(layer.attention.qkv.nbytes + layer.attention.out.nbytes for layer in weights.layers)
     head = weights.head.nbytes
     return {"MLP and norms": total - attention - head, "attention": attention, "output head": head}
@@ -42,7 +42,7 @@ def floor_ms(nbytes: float, bytes_s: float) -> float:
 
 def bytes_by_format(engine: Any, formats: Sequence[str]) -> dict[str, int]:
     """What a decode step of the engine's model would read in each weight format; arithmetic on the geometry."""
-    kv = engine._loop.parts.kv.kv_format
+    kv = engine.parts.kv.kv_format
     return {name: forecast(engine.model_config, name, kv).weight_bytes() for name in formats}
 
 

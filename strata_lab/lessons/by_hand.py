@@ -57,7 +57,7 @@ class ByHand:
     """
 
     def __init__(self, engine: Any, *, fused: bool = False) -> None:
-        builder, parts = engine._builder, engine._loop.parts
+        builder, parts = engine._builder, engine.parts
         self.calls: list[Call] = []
         self.device, self.block_size = engine.device, engine.config.block_size
         ops = bind(builder.backend)

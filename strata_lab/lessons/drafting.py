@@ -14,6 +14,8 @@ from strata_lab.lessons.crowd import still
 from strata_lab.lessons.lesson import Lesson
 from strata_lab.lessons.measuring import Compared, Trace, applying, in_turn
 from strata_lab.lessons.theme import BLUE, COLOURS, GREY, LEGEND_BELOW, ORANGE, figure
+from strata_lab.models.loader import open_checkpoint
+from strata_lab.models.shipped import draft_for
 from strata_lab.request import RequestOutput
 from strata_lab.workbench.drafts import DraftsDetail
 
@@ -27,6 +29,10 @@ TASKS = {
     "code": "Write a Python class for a bank account with the methods deposit, withdraw and balance.",
     "story": "Tell me a story about a lighthouse.",
 }
+NO_DRAFT = (
+    "No model guesses for this one. Set `draft_model` at the top to a smaller model of the same family, with the same "
+    "tokenizer, or train one with `strata train-draft`, and run everything again."
+)
 FIRST_TRIES = (8, 7, 6, 5)  # most guesses per step
 MIN_STEPS = 3  # of one size, before their median is shown
 
@@ -188,29 +194,59 @@ def expected_tokens(chance: float, guesses: int) -> float:
     return sum(chance**i for i in range(guesses + 1))
 
 
-def with_model(lesson: Lesson, draft_model: str | None, tokens: int) -> Any:
+def model_that_guesses(lesson: Lesson) -> str | None:
+    """The draft that `speculative="draft"` takes: the given one, else the one that comes with the model."""
+    config = lesson.engine.config
+    return config.draft_model or draft_for(config.model)
+
+
+def learned(lesson: Lesson) -> Any:
+    """How often the draft's first, second, ... guess comes true, before and after it was trained (its own record)."""
+    from IPython.display import Markdown
+
+    name = model_that_guesses(lesson)
+    if name is None:
+        return Markdown(NO_DRAFT)
+    draft = open_checkpoint(name)
+    layers, part = draft.config.num_layers, getattr(draft, "draft", None)  # of folders that the trainer wrote
+    draft.close()
+    if part is None:
+        return Markdown(
+            f"`{name}` is a model of its own, with {layers} layers. Nobody trained it to guess for this one."
+        )
+    facts, target = part.facts, lesson.engine.model_config
+    title = (
+        f"{layers} of {target.num_layers} layers, {len(part.to_target):,} of {part.vocab_size:,} tokens, "
+        f"learned from {facts['tokens']:,} tokens"
+    )
+    made = figure(title, x="guess (those before it came true)", y="came true", legend=LEGEND_BELOW)
+    for when, colour in (("before", GREY), ("after", BLUE)):
+        came_true = facts[when]["by_position"]
+        made.add_bar(
+            x=list(range(1, len(came_true) + 1)), y=came_true, name=f"{when} training", marker_color=colour,
+            hovertemplate=f"guess %{{x}}: %{{y:.0%}}<br>{facts[when]['places']:,} places in texts it had not seen"
+            "<extra></extra>",
+        )  # fmt: skip
+    return made.update_yaxes(tickformat=".0%", range=[0, 1])
+
+
+def with_model(lesson: Lesson, tokens: int) -> Any:
     """The story with a model that guesses, beside none: Markdown; without a model, what it would take."""
     from IPython.display import Markdown
 
-    if draft_model is None:
-        return Markdown(
-            "No draft model was given. Set `draft_model` at the top to a smaller model of the same family, whose "
-            "tokenizer is the same, and run everything again."
-        )
-    params = {"draft_model": draft_model, "max_model_len": lesson.engine.optimizations.max_model_len}
-    other = Lesson(
-        lesson.engine.config.model, lesson.engine.config.device, lesson.seconds, lesson.seed, name="drafted", **params
-    )
-    try:
-        found = compare(other, "story", tokens, none={"speculative": "none"}, draft={"speculative": "draft"})
-        state, reason = other.engine.stats().speculation
-    finally:
-        other.close()
-    guessed = found.extra["draft"]
+    name, engine = model_that_guesses(lesson), lesson.engine
+    if name is None:
+        return Markdown(NO_DRAFT)
+    found = compare(lesson, "story", tokens, none={"speculative": "none"}, draft={"speculative": "draft"})
+    state, reason = engine.stats().speculation
+    engine.apply(speculative="none")
+    guessed, same = found.extra["draft"], found.extra["none"].output.token_ids == found.extra["draft"].output.token_ids
+    assert same or lesson.on_gpu, "a draft changed the text"
     return Markdown(
-        f"`{draft_model}` guessed {guessed.proposed} tokens of the story and **{guessed.accepted}** came true: "
-        f"{guessed.tokens_per_step:.2f} tokens per step, **{found.times_faster('draft', 'none'):.2f} times** as fast. "
-        f"Drafting is {state} now: {reason}."
+        f"`{name}` guessed {guessed.proposed} tokens of the story, and **{guessed.accepted}** came true: "
+        f"{guessed.tokens_per_step:.2f} tokens per step, **{found.times_faster('draft', 'none'):.2f} times** as fast "
+        f"as without. {'Every token is the same.' if same else 'Rounding decided a near tie otherwise.'} Drafting is "
+        f"*{state}* now: {reason}."
     )
 
 

@@ -6,7 +6,7 @@ A variant is written "int8" or, with what shares a scale, "int4/group64".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -133,11 +133,9 @@ def calibrated(
 ) -> Overlay:  # fmt: skip
     """The checkpoint with its first `layers` layers quantized by a method that looks at what `sequences` put in."""
     name, _, granularity = variant.partition("/")
-    overlay = Overlay(source)
-    made = quantize_model(source, sequences, get_grid_format(name, granularity or None), method, device=device)
-    for one in made:
-        if int(one.name.split(".")[2]) >= layers:
-            break
+    overlay, first = Overlay(source), Overlay(source)
+    first.config = replace(source.config, num_layers=layers)  # nothing is computed for layers that are not kept
+    for one in quantize_model(first, sequences, get_grid_format(name, granularity or None), method, device=device):
         overlay.put(one.name, one.value.to("cpu"))
     return overlay
 

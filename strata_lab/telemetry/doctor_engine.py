@@ -28,7 +28,7 @@ def examine_engine(engine: Any) -> list[Check]:
 
 
 def _weights(engine: Any) -> Iterator[Check]:
-    parts, wanted = engine._loop.parts, engine.optimizations.as_dict()["weight_format"]
+    parts, wanted = engine.parts, engine.optimizations.as_dict()["weight_format"]
     matrices = list(parts.weights.linears())
     nbytes: Counter[str] = Counter()
     count: Counter[str] = Counter(m.format for m in matrices)
@@ -48,13 +48,13 @@ def _weights(engine: Any) -> Iterator[Check]:
 
 
 def _cache(engine: Any) -> Iterator[Check]:
-    kv = engine._loop.parts.kv
+    kv = engine.parts.kv
     value = f"{kv.kv_format}, {kv.num_blocks} blocks of {kv.block_size} tokens, {kv.nbytes / MIB:.0f} MiB"
     yield Check(SECTION, "cache in force", value)
 
 
 def _steps(engine: Any) -> Iterator[Check]:
-    runner = engine._loop.parts.runner
+    runner = engine.parts.runner
     name = type(runner).__name__
     step = type(getattr(runner, "step", None)).__name__
     inner = "" if step == "NoneType" else f" of {step}"
@@ -76,7 +76,7 @@ def _fallbacks(engine: Any) -> Iterator[Check]:
 
 
 def _governor(engine: Any) -> Check:
-    governor = engine._loop.parts.governor
+    governor = engine.parts.governor
     value = governor.policy
     if value != "off":
         value += f", resting {governor.idle_share:.0%} of the time, {engine._loop.seats} seats"

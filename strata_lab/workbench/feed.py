@@ -1,4 +1,4 @@
-"""The pump: reads engine events by cursor, ten times a second, and pushes what changed to the widgets.
+"""The pump: reads engine events by cursor, several times a second, and pushes what changed to the widgets.
 
 It only reads; changing the engine is `session.py`'s business. A slow page or a slow kernel costs the engine nothing,
 because events wait in a ring buffer and pushes are coalesced by the widgets.
@@ -25,6 +25,7 @@ from strata_lab.workbench.recording import Recorder, Replay
 from strata_widgets.rate_chart import pack_samples
 
 PERIOD_S = 0.1
+SHARED_PERIOD_S = 0.2  # where the engine computes on the processors that draw the page: drawing takes its time
 STATE_EVERY_S = 0.25  # between two pictures of all requests
 EXPERTS_EVERY_S = 0.5  # between two readings of the experts' counts
 KEPT_S = 60.0  # what the chart shows
@@ -52,6 +53,7 @@ class Feed:
         self.rebuilding = False
         self.context = Context(engine, panels.names)
         self.recorder: Recorder | None = None
+        self._period_s = SHARED_PERIOD_S if str(engine.device) == "cpu" else PERIOD_S
         self._origin_s = time.perf_counter()
         self._cursor = engine.events.cursor
         self._lock = threading.Lock()  # lanes and meter: the pump and `open` touch them
@@ -152,7 +154,7 @@ class Feed:
             self.context.ceiling = ceiling_of(self.engine, stats.bytes_per_step)
 
     def _run(self) -> None:
-        while not self._stop.wait(PERIOD_S):
+        while not self._stop.wait(self._period_s):
             try:
                 self.tick()
             except Exception as error:

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from strata_lab import kernel_lab
 from strata_lab.build import Builder
 from strata_lab.config import Optimizations, engine_config
 from strata_lab.device_sampling import GpuSampling
 from strata_lab.engine import LLMEngine
 from strata_lab.kernels import bind
+from strata_lab.lessons.kernels import row_operator
 from strata_lab.models.base import CausalLM
 from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import EagerStep, Runner, StepInputs
@@ -24,7 +26,8 @@ from strata_lab.sampling_params import SamplingParams
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.test_run_ahead import Mark, Replays
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 BLOCK_SIZE = 8
 PROMPT, DECODES = 6, 2
 EXACT = Optimizations.none().replace({"weight_format": "fp32", "kv_cache_dtype": "fp32"})
@@ -115,3 +118,43 @@ def test_tokens_of_captured_steps_with_device_sampling_equal_the_references(
             tokens[backend] = [o.token_ids for o in engine.generate(prompts, params)]
     assert tokens["triton"] == tokens["reference"]
     assert recorder.count >= 2
+
+
+@triton.jit
+def _norm(x, weight, y, eps, D, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    at, inside = tl.program_id(0) * D + columns, columns < D
+    row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + columns, mask=inside, other=0.0) / tl.sqrt(tl.sum(row * row) / D + eps)
+    tl.store(y + at, row * scale, mask=inside)
+
+
+@triton.jit
+def _norm_of_all_but_one(x, weight, y, eps, D, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    at, inside = tl.program_id(0) * D + columns, columns < D - 1
+    row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + columns, mask=inside, other=0.0) / tl.sqrt(tl.sum(row * row) / D + eps)
+    tl.store(y + at, row * scale, mask=columns < D)
+
+
+def test_a_triton_kernel_of_a_reader_runs_among_triton_operators_and_a_wrong_one_does_not(
+    tmp_path: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_lab, "SLOWEST_MS", 1e6)  # the interpreter's time says nothing
+    if device.type == "cpu":
+        monkeypatch.setattr(Builder, "_backend", lambda builder: "triton")
+        monkeypatch.setattr(Builder, "_ceilings", lambda builder: None)
+    folder, _ = write_checkpoint(tmp_path, "llama")
+    greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    options = {"dtype": "float32", "max_model_len": 64, "block_size": BLOCK_SIZE, "num_kv_blocks": 8}
+    with LLMEngine(folder, device=device.type, optimizations=EXACT, **options) as engine:
+        before = engine.generate([[5, 9, 200, 31]], greedy)[0].token_ids
+        norm = row_operator(_norm)
+        report = engine.swap_op("rms_norm", norm)
+        assert report.status == "applied" and report.calls_per_step > 0, report
+        assert engine.generate([[5, 9, 200, 31]], greedy)[0].token_ids == before
+        refused = engine.swap_op("rms_norm", row_operator(_norm_of_all_but_one))
+        assert refused.status == "refused" and refused.difference is not None
+        assert engine.swapped_ops == {"rms_norm": norm}, "what kept its contract goes on"
+        assert engine.swap_op("rms_norm", None).status == "applied"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from strata_lab.bench.hostile import FLAGS, Findings, attack
-from strata_lab.bench.hostile_requests import KINDS, Ask
+from strata_lab.bench.hostile import FLAGS, Findings, answers, attack
+from strata_lab.bench.hostile_requests import KINDS, ROUTES, Ask
 from strata_lab.bench.live_server import LiveServer, live_server
 from strata_lab.bench.tiny_model import write_tiny_model
 
@@ -51,7 +51,7 @@ def begun(server: LiveServer, **body: Any) -> socket.socket:
     return connection
 
 
-def test_a_server_that_was_killed_under_load_starts_again_and_answers_the_same(
+def test_a_server_that_was_killed_under_load_and_while_it_loads_starts_again_and_answers_the_same(
     tiny: Path, first: tuple[LiveServer, bytes]
 ) -> None:
     server, before = first
@@ -61,9 +61,12 @@ def test_a_server_that_was_killed_under_load_starts_again_and_answers_the_same(
     assert server.process.wait(30) == -signal.SIGKILL
     for stream in streams:
         stream.close()
+    flags = (*FLAGS, "--port", str(server.port))  # the port is free again at once, too
+    with live_server(tiny, flags, loaded=False) as loading:
+        loading.process.kill()
+        assert loading.process.wait(30) == -signal.SIGKILL
     assert {p.name: p.read_bytes() for p in tiny.iterdir()} == before_files
-    port = str(server.port)
-    with live_server(tiny, (*FLAGS, "--port", port)) as again:  # the port is free again at once, too
+    with live_server(tiny, flags) as again:
         assert again.port == server.port and text(again) == before
         with begun(again) as stream:
             again.process.send_signal(signal.SIGTERM)
@@ -79,6 +82,13 @@ def test_hostile_requests_break_nothing() -> None:
     findings = attack(400, seed=7)
     assert findings.good, findings.failures
     assert set(findings.counts) == set(KINDS) and sum(findings.counts.values()) == 400 + 40
+    assert set(findings.marks) == {*ROUTES, "embeds"}, "every engine was asked for, and rows were among the prompts"
+
+
+def test_the_right_answer_differs_by_engine_and_by_kind_of_prompt(tiny: Path) -> None:
+    known = answers(tiny, 3, seed=7)
+    assert sum(len(set(one.texts.values())) == len(ROUTES) for one in known) > len(known) / 2
+    assert all(len({one.texts[name] for one in known}) > len(known) / 2 for name in ROUTES)
 
 
 def test_what_must_not_happen_is_counted_and_kept() -> None:

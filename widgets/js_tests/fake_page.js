@@ -122,13 +122,19 @@ class Drawing {
 }
 
 export function installPage() {
-  const observers = { active: 0 };
+  const observers = { active: 0, sights: [] };
   class Observer {
     observe() {
       observers.active += 1;
     }
     disconnect() {
       observers.active -= 1;
+    }
+  }
+  class Sight extends Observer {
+    constructor(tell) {
+      super();
+      observers.sights.push((isIntersecting) => tell([{ isIntersecting }]));
     }
   }
   let frames = new Map();
@@ -147,6 +153,7 @@ export function installPage() {
   globalThis.getComputedStyle = () => ({ getPropertyValue: () => "", fontFamily: "sans-serif", color: "#111" });
   globalThis.ResizeObserver = Observer;
   globalThis.MutationObserver = Observer;
+  globalThis.IntersectionObserver = Sight;
   /** Run what waits for the next frame; how many draws that were. */
   const paint = () => {
     const due = [...frames.values()];

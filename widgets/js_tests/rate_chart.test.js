@@ -115,7 +115,7 @@ test("an unknown number is a dash", () => {
 test("cleanup removes listeners, observers and the pending frame", () => {
   const model = new FakeModel({ ...STATE, history: new DataView(new ArrayBuffer(0)) });
   const { cleanup } = show(view, model);
-  assert.equal(page.observers.active, 2);
+  assert.equal(page.observers.active, 3, "size, theme and sight");
   cleanup();
   assert.deepEqual([model.handlers.length, page.observers.active, page.pending()], [0, 0, 0]);
 });

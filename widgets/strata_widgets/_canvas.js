@@ -5,10 +5,14 @@ export function prepare(canvas, height) {
   const style = getComputedStyle(canvas);
   const [width, ratio] = [canvas.clientWidth, globalThis.devicePixelRatio || 1];
   if (!width) return null;
-  canvas.style.height = `${height}px`;
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
+  const [columns, rows] = [Math.round(width * ratio), Math.round(height * ratio)];
   const g = canvas.getContext("2d");
+  if (canvas.width === columns && canvas.height === rows && g.reset) {
+    g.reset(); // a size that is set again means new memory and a new layout
+  } else {
+    canvas.style.height = `${height}px`;
+    [canvas.width, canvas.height] = [columns, rows];
+  }
   g.scale(ratio, ratio);
   g.font = `11px ${style.fontFamily}`;
   g.textBaseline = "middle";

@@ -34,21 +34,40 @@ export function wire(model) {
   };
 }
 
-/** Run `draw` at most once per animation frame, and only after `mark()`. */
-export function painter(draw) {
-  let frame = 0;
+const OUT_OF_SIGHT_MS = 1000; // between two paints of what nobody sees, but a screen reader may read
+
+/**
+ * Run `draw` after `mark()`, in the next animation frame; where a `node` is given and nobody sees it, after a second.
+ * Controls give none: their answers must not wait.
+ */
+export function painter(draw, node = null) {
+  let [frame, timer, inSight] = [0, 0, true];
+  const now = () => {
+    clearTimeout(timer);
+    timer = 0;
+    frame ||= requestAnimationFrame(() => {
+      frame = 0;
+      draw();
+    });
+  };
+  const watcher =
+    node === null || typeof IntersectionObserver === "undefined"
+      ? null
+      : new IntersectionObserver((changes) => {
+          inSight = changes.at(-1).isIntersecting;
+          if (inSight && timer) now();
+        });
+  watcher?.observe(node);
   return {
     mark() {
-      if (!frame) {
-        frame = requestAnimationFrame(() => {
-          frame = 0;
-          draw();
-        });
-      }
+      if (inSight) now();
+      else timer ||= setTimeout(now, OUT_OF_SIGHT_MS);
     },
     stop() {
+      watcher?.disconnect();
+      clearTimeout(timer);
       cancelAnimationFrame(frame);
-      frame = 0;
+      [frame, timer] = [0, 0];
     },
   };
 }

@@ -72,7 +72,7 @@ function render({ model, el }) {
     more.hidden = count === 0;
     setText(more, `and ${count} more`);
     totals.show(model.get("totals"));
-  });
+  }, el);
   const wired = wire(model);
   for (const key of ["requests", "num_more", "totals"]) wired.on(`change:${key}`, paint.mark);
   paint.mark();

@@ -86,7 +86,7 @@ function render({ model, el }) {
     canvas.setAttribute("aria-valuemax", Math.max(0, cells.length - 1));
     canvas.setAttribute("aria-valuenow", Math.max(0, chosen));
     canvas.setAttribute("aria-valuetext", chosen >= 0 ? text : kinds.map(({ label, count }) => `${label} ${count}`).join(", ") || text);
-  });
+  }, el);
   function reload() {
     const given = model.get("cells");
     cells = given.byteLength ? Array.from(new Uint8Array(given.buffer, given.byteOffset, given.byteLength)) : [];

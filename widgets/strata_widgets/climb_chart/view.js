@@ -88,7 +88,7 @@ function render({ model, el }) {
     shown = given;
     stops[0].replace(...measured(stages, model.get("unit")));
     stops[1].replace(...claimed(claims, note));
-  });
+  }, el);
   const wired = wire(model);
   for (const key of ["stages", "unit", "source", "claims", "claims_note", "can_restart"]) wired.on(`change:${key}`, paint.mark);
   paint.mark();

@@ -54,7 +54,7 @@ function render({ model, el }) {
       if (given !== shown[key]) fill[key](model.get(key));
       shown[key] = given;
     }
-  });
+  }, el);
   const wired = wire(model);
   for (const key of ["lanes", "by_position", "numbers", "note"]) wired.on(`change:${key}`, paint.mark);
   paint.mark();

@@ -117,7 +117,7 @@ function render({ model, el }) {
     canvas.setAttribute("aria-valuenow", Math.max(0, chosen));
     const said = model.get("numbers").map(({ label, value }) => `${label} ${value}`).join(", ");
     canvas.setAttribute("aria-valuetext", chosen >= 0 ? text : said || idle);
-  });
+  }, el);
   function reload() {
     const given = model.get("counts");
     const bytes = given.byteLength ? given.buffer.slice(given.byteOffset, given.byteOffset + given.byteLength) : null;

@@ -22,7 +22,7 @@ function render({ model, el }) {
     shown = given;
     setText(note, model.get("note"));
     note.hidden = !model.get("note");
-  });
+  }, el);
   const wired = wire(model);
   for (const key of ["readings", "note"]) wired.on(`change:${key}`, paint.mark);
   paint.mark();

@@ -83,7 +83,7 @@ function render({ model, el }) {
     canvas.setAttribute("aria-valuemax", Math.max(0, points.length - 1));
     canvas.setAttribute("aria-valuenow", Math.max(0, chosen));
     canvas.setAttribute("aria-valuetext", text);
-  });
+  }, el);
   const wired = wire(model);
   for (const key of ["points", "x_label", "y_label", "note"]) wired.on(`change:${key}`, paint.mark);
   paint.mark();

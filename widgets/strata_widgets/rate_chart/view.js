@@ -132,8 +132,8 @@ function render({ model, el }) {
     const text = summary(samples, markers);
     canvas.setAttribute("aria-valuenow", cursor ? (cursor.t - end).toFixed(1) : 0);
     canvas.setAttribute("aria-valuetext", cursor ? readout(cursor, end, markers) : text);
-    setText(line, cursor ? readout(cursor, end, markers) : verdict(samples, markers) || "Mean over the last second, drawn ten times a second. Move over the chart, or focus it and press ← →.");
-  });
+    setText(line, cursor ? readout(cursor, end, markers) : verdict(samples, markers) || "Mean over the last second. Move over the chart, or focus it and press ← →.");
+  }, el);
 
   canvas.addEventListener("pointermove", (event) => {
     const { end, span } = timeAxis(samples, model.get("markers"));

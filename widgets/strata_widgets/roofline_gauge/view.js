@@ -47,7 +47,7 @@ function render({ model, el }) {
     button.hidden = !model.get("can_measure") && !model.get("busy");
     button.disabled = model.get("busy");
     setText(button, model.get("busy") ? "Measuring …" : "Measure the bandwidth");
-  });
+  }, el);
   function relabel() {
     rows = model.get("numbers").map(number);
     stops.replace(...rows.map(({ node }) => node));

@@ -110,7 +110,7 @@ function render({ model, el }) {
     canvas.setAttribute("aria-valuetext", text);
     setText(note, model.get("note"));
     note.hidden = !model.get("note");
-  });
+  }, el);
   function reload() {
     const history = model.get("history");
     if (history.byteLength) steps = joinSteps(steps, decodeSteps(history, model.get("causes").length));

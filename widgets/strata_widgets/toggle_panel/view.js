@@ -97,6 +97,7 @@ function show({ node, input, line, tip }, toggle, status, usable) {
   input.disabled = !usable;
   input.setAttribute("aria-busy", tone === "busy");
   node.setAttribute("data-tone", tone);
+  node.setAttribute("data-answer", status.answer?.number ?? 0);
   setText(line, text);
   const paragraphs = explanation(toggle);
   if (tip.shown !== paragraphs.join()) tip.replaceChildren(...paragraphs.map((p) => h("p", {}, p)));

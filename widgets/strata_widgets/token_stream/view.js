@@ -149,7 +149,7 @@ function render({ model, el }) {
       list.append(lane.node);
     }
     others.forEach((lane, i) => small[i].show(lane, texts.text(lane.id)));
-  });
+  }, el);
   function repair() {
     const snapshot = model.get("snapshot");
     const known = new Set([...model.get("lanes"), ...snapshot].map((lane) => lane.id));
