@@ -19,6 +19,8 @@ _SHARED = {
     "texts cost no more than short ones. What was said before is forgotten, but not what the model made of it since.",
     "kv_sinks": "A few first tokens hold the attention that has nothing to look at; without them a window ruins the "
     "text. They count only while kv_window is not 0.",
+    "sparse_pages": "Decode reads the bounds of all blocks, a 16th of what attention reads, and of keys and values "
+    "only those that a token asks for most: long texts cost less time, as much memory, and nothing is forgotten.",
     "pd_split": "Decode steps alternate with bounded prompt slices: running streams wait less for a newcomer's prompt, "
     "whose first token comes later.",
     "max_num_seqs": "More requests share one reading of the weights: total tok/s rises, tok/s per stream falls.",

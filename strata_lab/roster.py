@@ -189,13 +189,15 @@ class Roster:
         for item in batch.items:
             request = item.request
             if request.state is RequestState.RUNNING:
-                request.num_computed_tokens = computed = item.start + item.num_tokens - len(item.drafts)
-                self.blocks.commit(request.request_id, request.token_ids, computed)
+                self._book(request, item.start + item.num_tokens - len(item.drafts))
 
     def commit_drafts(self, request: Request) -> None:
         """Record that all its tokens but the last are computed: those since `commit` were drafts of the step."""
-        request.num_computed_tokens = request.num_tokens - 1
-        self.blocks.commit(request.request_id, request.token_ids, request.num_computed_tokens)
+        self._book(request, request.num_tokens - 1)
+
+    def _book(self, request: Request, computed: int) -> None:
+        request.num_computed_tokens = computed
+        self.blocks.commit(request.request_id, request.token_ids, computed, request.num_prompt_tokens)
 
     def reset_blocks(self, block_manager: BlockManager, max_model_len: int | None = None) -> list[Request]:
         """Take a new pool, and the `max_model_len` that goes with it; what runs is preempted and will be recomputed.

@@ -66,7 +66,8 @@ def test_lossless_toggles_keep_the_greedy_tokens(toggle: Toggle, folder, expecte
 
 def test_every_lossy_toggle_has_a_bound() -> None:
     lossy = {t.name: set(t.choices) for t in toggles() if not t.lossless}
-    by_mask = {"kv_window": set(), "kv_sinks": set()}  # what they compute is defined exactly: tests/test_kv_window.py
+    # what these compute is defined exactly: tests/test_kv_window.py, tests/test_sparse_pages.py
+    by_mask = {"kv_window": set(), "kv_sinks": set(), "sparse_pages": set()}
     assert lossy == {"weight_format": set(BOUNDS), "kv_cache_dtype": set(KV_BOUNDS)} | by_mask
     assert set(BOUNDS) == set(WEIGHT_FORMATS)
 

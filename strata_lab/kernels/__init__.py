@@ -34,6 +34,8 @@ _FUNCTIONS = {
     "paged_attention": ("paged_attention_cpu", "attention:paged_attention_triton"),
     "qkv_rope_append": ("qkv_rope_append_cpu", "elementwise:qkv_rope_append_triton"),
     "qkv_attention": ("qkv_attention_cpu", "attention:qkv_attention_triton"),
+    "page_bounds": ("page_bounds_cpu", "sparse_attention:page_bounds_triton"),
+    "sparse_attention": ("sparse_attention_cpu", "sparse_attention:sparse_attention_triton"),
     "router_topk": ("router_topk_ref", "moe:router_topk_triton"),
     "moe_mlp": ("moe_mlp_cpu", "moe:moe_mlp_triton"),
     "moe_block": ("moe_block_cpu", "moe:moe_block_triton"),
@@ -81,6 +83,8 @@ class Ops:
     paged_attention: Callable[..., Tensor]
     qkv_rope_append: Callable[..., Tensor]
     qkv_attention: Callable[..., Tensor]
+    page_bounds: Callable[..., None]
+    sparse_attention: Callable[..., Tensor]
     router_topk: Callable[..., tuple[Tensor, Tensor]]
     moe_mlp: Callable[..., Tensor]
     moe_block: Callable[..., Tensor]
