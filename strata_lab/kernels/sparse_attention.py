@@ -141,11 +141,11 @@ def _cases() -> Iterator[Case]:
     yield case("decode-ragged", [(1, 1), (1, 0), (1, 65), (1, 330)], [0, 0, 7, 300], (6, 3, 64), 5)
     yield case("all-pages", [(1, 100), (1, 129)], [0, 0], (2, 2, 80), 9)
     yield case("prompt-of-one-token", [(1, 200), (1, 200)], [200, 199], (4, 1, 32), 6, block_size=8)
-    yield case("mixed", [(1, 190), (40, 40), (30, 181), (3, 150)], [100, 40, 170, 9], (4, 2, 64), 6)
-    yield case("wide-blocks", [(5, 271)], [30], (3, 1, 80), 4, block_size=32)
-    yield case("bfloat16", [(1, 150), (9, 120)], [1, 113], (9, 3, 64), 4, kv_dtype=torch.bfloat16, scales=(0.5, 2.0))
-    yield case("float8", [(1, 150), (9, 120)], [1, 113], (9, 3, 64), 4, kv_dtype=torch.float8_e4m3fn,
-               scales=(0.02, 0.03))  # fmt: skip
+    yield case("mixed", [(1, 90), (6, 6), (5, 93), (2, 70)], [50, 6, 90, 9], (4, 2, 32), 5, block_size=8)
+    yield case("wide-blocks", [(2, 201)], [30], (3, 1, 80), 4, block_size=32)
+    narrow: dict[str, Any] = {"block_size": 8, "scales": (0.02, 0.03)}
+    yield case("bfloat16", [(1, 70), (3, 60)], [1, 58], (4, 2, 64), 4, kv_dtype=torch.bfloat16, **narrow)
+    yield case("float8", [(1, 70), (3, 60)], [1, 58], (4, 2, 64), 4, kv_dtype=torch.float8_e4m3fn, **narrow)
 
 
 def _seen(inputs: dict[str, Any]) -> tuple[int, int]:

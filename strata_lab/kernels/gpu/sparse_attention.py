@@ -190,9 +190,10 @@ def choose_pages(
     q: Tensor, bounds_cache: Tensor, block_tables: Tensor, owners: Tensor | None, lengths: Tensor, prompt_lens: Tensor,
     block_size: int, pages: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Tables [T, Hkv, K] and lengths [T, Hkv] of what the rows of q [T, H, D] attend; without `owners` row t is request t.
+    """Tables [T, Hkv, K] and lengths [T, Hkv] of what the rows of q [T, H, D] attend.
 
-    An entry is block * BS * Hkv + head, for the view of one head. With `owners` a prompt's row has length 0.
+    Without `owners` row t is request t. An entry is block * BS * Hkv + head, for the view of one head. With
+    `owners` a prompt's row has length 0.
     """
     tokens, width = q.shape[0], block_tables.shape[1]
     _, heads, _, dim = bounds_cache.shape
