@@ -30,7 +30,7 @@ from strata_lab.kernel_lab import SWAPPED_STEP, Guarded
 from strata_lab.kernels import bind, seeing
 from strata_lab.kv_cache import HostBlocks, KVCache
 from strata_lab.kv_retention import Retention
-from strata_lab.layers.attention import ReadAll, ReadPages
+from strata_lab.layers.attention import READ_ALL, ReadPages
 from strata_lab.layers.weights import ModelWeights
 from strata_lab.models import get_family
 from strata_lab.models.base import CausalLM, WeightReader, load_weights
@@ -214,7 +214,7 @@ class Builder(Resolver):
         ops = bind(self.backend, self.swapped, invariant=resolved.batch_invariant)
         if resolved.kv_window:
             ops = seeing(ops, resolved.kv_sinks, resolved.kv_window)
-        reading = ReadPages(resolved.sparse_pages) if resolved.sparse_pages else ReadAll()
+        reading = ReadPages(resolved.sparse_pages) if resolved.sparse_pages else READ_ALL
         model = CausalLM(self.model_config, weights, ops, self.rotary, fused=resolved.fused_kernels, reading=reading)
         return self.step_class(model, kv, self.dtype)
 

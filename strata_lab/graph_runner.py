@@ -331,7 +331,7 @@ def _one_by_one(inputs: StepInputs) -> StepInputs:
             return x.expand(num_rows, *x.shape[1:])
         return x.repeat_interleave((starts[1:] - starts[:-1]).long(), 0, output_size=num_rows)
 
-    known = {"block_tables": by_row(inputs.block_tables), "prompt_lens": by_row(inputs.prompt_lens)}
+    known: dict[str, Any] = {"block_tables": by_row(inputs.block_tables), "prompt_lens": by_row(inputs.prompt_lens)}
     return replace(inputs, **known, seq_lens=(inputs.positions + 1).int(), apart=True)
 
 

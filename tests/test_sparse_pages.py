@@ -73,7 +73,7 @@ def defined(inputs: dict[str, Any], b: int) -> Tensor:
             group = q[i].unflatten(0, (heads, -1))[head]
             chosen = blocks
             if position >= prompt and len(blocks) > pages:
-                promise = {n: 0.0 for n in blocks[1:-2]}
+                promise = dict.fromkeys(blocks[1:-2], 0.0)
                 for n in promise:
                     page = keys[n * size : (n + 1) * size, head]
                     low, high = page.amin(0), page.amax(0)
@@ -111,9 +111,8 @@ def test_any_number_of_pages_is_its_definition_and_what_is_not_chosen_is_never_r
 @settings(max_examples=30, deadline=None)
 @given(length=st.integers(1, 200), count=st.integers(1, 70), prompt=st.integers(0, 200))
 def test_pages_for_everything_give_the_bits_of_dense_attention(length: int, count: int, prompt: int) -> None:
-    inputs = sparse_inputs(
-        [(min(count, length), length), (1, 90)], [prompt, 3], (4, 2, 16), max(4, -(-length // 16), 6)
-    )
+    lengths = [(min(count, length), length), (1, 90)]
+    inputs = sparse_inputs(lengths, [prompt, 3], (4, 2, 16), max(6, -(-length // 16)))
     dense = {n: x for n, x in inputs.items() if n not in ("bounds_cache", "prompt_lens", "pages")}
     for backend in ("cpu", "reference"):
         ops = bind(backend)
@@ -206,14 +205,13 @@ def test_texts_of_one_prompt_choose_their_own_pages(folder) -> None:
     assert texts(3) == texts(3, prefix_cache=False, max_num_seqs=1)
 
 
-def test_a_pool_of_another_size_takes_the_bounds_along(folder, alone) -> None:
+def test_a_pool_of_another_size_takes_the_bounds_along(folder, alone, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(folder, max_num_batched_tokens=24, gpu_memory_utilization=0.5, **FEW) as e:
         names = [e.add_request(p, GREEDY) for p in prompts()]
         for _ in range(20):
             e.step()
         before, kv = e.stats().num_preemptions, e._loop.parts.kv
-        e._builder._planned_blocks.clear()
-        e._builder.num_kv_blocks = lambda resolved, current: kv.num_blocks // 2  # what another machine would leave
+        monkeypatch.setattr(e._builder, "num_kv_blocks", lambda resolved, current: kv.num_blocks // 2)
         assert e.apply(gpu_memory_utilization=0.4).ok
         assert e._loop.parts.kv is not kv and e._loop.parts.kv.has_bounds
         while e.step() is not None:

@@ -18,21 +18,27 @@ BAR = "bar_"
 
 
 def long_context_table(records: Sequence[Rec]) -> str:
-    """What a window costs on two texts, with positions kept and rotated."""
+    """What a window costs on two texts, with positions kept and rotated; and what a choice of pages costs."""
     c, m = records[0]["conditions"], records[0]["metrics"]
     head = (
         f"{c['model']}, texts of {m['evaluation_tokens'] + 1} and {m['unseen_tokens'] + 1} tokens, perplexity "
         f"{m['evaluation_reference']:.2f} and {m['unseen_reference']:.2f} with full attention:"
     )
-    lines = [head, "", "| sinks, window | perplexity | KL |", "|---|---|---|"]
+    lines = [head, "", "| sinks, window, or pages | perplexity | KL |", "|---|---|---|"]
     for r in records:
-        c, m = r["conditions"], r["metrics"]
-        turned = " rotated" if r["name"].endswith(":rotated") else ""
+        m = r["metrics"]
         lines.append(
-            f"| {c['kv_sinks']}, {c['kv_window']}{turned} | {m['evaluation_perplexity']:.2f}, "
-            f"{m['unseen_perplexity']:.2f} | {m['evaluation_kl']:.3f}, {m['unseen_kl']:.3f} |"
+            f"| {_long_context_row(r)} | {m['evaluation_perplexity']:.2f}, {m['unseen_perplexity']:.2f} | "
+            f"{m['evaluation_kl']:.3f}, {m['unseen_kl']:.3f} |"
         )
     return "\n".join(lines)
+
+
+def _long_context_row(r: Rec) -> str:
+    c = r["conditions"]
+    if "sparse_pages" in c:
+        return f"{c['sparse_pages']} pages of {c['block_size']}"
+    return f"{c['kv_sinks']}, {c['kv_window']}" + (" rotated" if r["name"].endswith(":rotated") else "")
 
 
 def scheduling_table(records: Sequence[Rec]) -> str:

@@ -87,6 +87,9 @@ class ReadAll:
         )  # fmt: skip
 
 
+READ_ALL = ReadAll()
+
+
 @dataclass(frozen=True)
 class ReadPages:
     """For a token of an answer only the `pages` blocks that promise most (`kernels/sparse_attention.py`)."""
@@ -106,7 +109,7 @@ class ReadPages:
 class PlainAttention:
     """norm, q, k, v, QK-norm, RoPE, cache write, attention, projection, residual: one operator each."""
 
-    def __init__(self, config: ModelConfig, ops: Ops, reading: Reading) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, reading: Reading = READ_ALL) -> None:
         self.config, self.ops, self.reading = config, ops, reading
         self.scale = config.head_dim**-0.5
 
@@ -134,7 +137,7 @@ class PlainAttention:
 class FusedAttention:
     """norm+QKV, QK-norm+RoPE+cache write+attention, projection+residual: three operators."""
 
-    def __init__(self, config: ModelConfig, ops: Ops, reading: Reading) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, reading: Reading = READ_ALL) -> None:
         self.config, self.ops, self.reading = config, ops, reading
         self.scale = config.head_dim**-0.5
 

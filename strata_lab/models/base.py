@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from strata_lab.kernels import Ops
-from strata_lab.layers.attention import FusedAttention, LayerKV, PlainAttention, ReadAll, Reading, StepContext
+from strata_lab.layers.attention import READ_ALL, FusedAttention, LayerKV, PlainAttention, Reading, StepContext
 from strata_lab.layers.mlp import FusedMlp, PlainMlp
 from strata_lab.layers.weights import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights
 from strata_lab.model_config import ModelConfig
@@ -148,10 +148,10 @@ class CausalLM:
 
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, ops: Ops, rotary: tuple[Tensor, Tensor], *, fused: bool,
-        reading: Reading | None = None,
+        reading: Reading = READ_ALL,
     ) -> None:  # fmt: skip
         self.config, self.weights, self.ops, self.rotary = config, weights, ops, rotary
-        self.attention = (FusedAttention if fused else PlainAttention)(config, ops, reading or ReadAll())
+        self.attention = (FusedAttention if fused else PlainAttention)(config, ops, reading)
         self.mlp: Callable[[Tensor, MlpWeights | MoeWeights], Tensor] = (FusedMlp if fused else PlainMlp)(config, ops)
 
     def embed(self, input_ids: Tensor, dtype: torch.dtype) -> Tensor:
