@@ -144,7 +144,6 @@ def _asked(setting: str) -> dict[str, Any]:
 def decode(engine: Any, changes: dict[str, int], prompt: list[int]) -> tuple[float, float, int]:
     """Decode behind a prompt: median milliseconds of a step, bytes it reads, most blocks that were held."""
     engine.apply(**changes)
-    engine.reset_prefix_cache()
     cursor = engine.events.cursor
     engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=DECODED, ignore_eos=True))
     steps = [e for e in engine.events.since(cursor)[0] if isinstance(e, StepEvent)]
@@ -161,7 +160,9 @@ def speed(model: str, length: int) -> Iterator[Record]:
     from strata_lab.engine import LLMEngine
 
     environment = Environment.now("cpu")
-    with LLMEngine(model, device="cpu", max_model_len=length + DECODED + 1, max_num_seqs=1) as engine:
+    most = length + DECODED + 1
+    pool = len(SPEEDS) * -(-most // 16)  # the prefix cache then keeps the prompt as every setting computed it
+    with LLMEngine(model, device="cpu", max_model_len=most, max_num_seqs=1, num_kv_blocks=pool) as engine:
         prompt = [(5 + 29 * i) % engine.model_config.vocab_size for i in range(length)]
         runs = interleave({name: partial(decode, engine, s, prompt) for name, s in SPEEDS.items()}, ROUNDS)
         settings, per_token, size = engine.optimizations, engine.stats().kv_bytes_per_token, engine.config.block_size
@@ -191,20 +192,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens of each text")
     parser.add_argument("--speed-length", type=int, default=SPEED_LENGTH, help="tokens of the prompt")
     parser.add_argument("--part", choices=("quality", "speed", "both"), default="both")
-    parser.add_argument("--name", default="long_context_cpu", help="results file")
+    parser.add_argument("--name", default="long_context{}_cpu", help="results file; {} is '_speed' for the speed part")
     parser.add_argument("--results", help="folder of the results file (default: docs/results)")
     options = parser.parse_args(arguments)
-    records: list[Record] = []
-    for part, made in (
-        ("quality", lambda: quality(options.model, options.settings, options.length)),
-        ("speed", lambda: speed(options.model, options.speed_length)),
+    for part, name, made in (
+        ("quality", options.name.format(""), lambda: quality(options.model, options.settings, options.length)),
+        ("speed", options.name.format("_speed"), lambda: speed(options.model, options.speed_length)),
     ):
+        records: list[Record] = []
         for record in made() if options.part in (part, "both") else ():
             records.append(record)
             figures = ", ".join(f"{k} {v:.4g}" for k, v in record.metrics.items())
             sys.stdout.write(f"{record.name:26} {figures}\n")
             sys.stdout.flush()
-            join_results(options.name, records, options.results)  # what was measured survives an interruption
+            join_results(name, records, options.results)  # what was measured survives an interruption
     return 0
 
 
