@@ -21,6 +21,7 @@ from strata_lab.admission import (
     QueueOrder,
     SplitPrefill,
     StaticAdmission,
+    Watermark,
 )
 from strata_lab.block_manager import BlockManager
 from strata_lab.config import EngineConfig, Optimizations
@@ -68,6 +69,7 @@ class Parts:
     prefill: MixedPrefill | SplitPrefill
     lane: PrefillLane | None
     order: QueueOrder
+    watermark: Watermark
     prefixes: BlockNames
     governor: Governor | NoGovernor
     preemption: Preemption
@@ -111,6 +113,7 @@ class Builder(Resolver):
             prefill=self._prefill() if resolved.pd_split else MixedPrefill(),
             lane=self._lane(resolved, weights, kv) if resolved.pd_split else None,
             order=QUEUE_ORDERS[resolved.scheduling_policy](),
+            watermark=Watermark(resolved.watermark, resolved.watermark_high),
             prefixes=self._prefixes(resolved.prefix_cache, current, weights, kv, basis),
             retention=self.retention(resolved),
             basis=basis,

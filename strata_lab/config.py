@@ -90,6 +90,15 @@ class Optimizations:
         "How many shorter requests may go before one that must wait for KV blocks; 0 keeps the order of the queue.",
         default=4, off=0, number="int", minimum=0, maximum=1024,
     )  # fmt: skip
+    watermark: float = toggle(
+        "Share of the KV blocks that a new request must leave free beside those who run; less waits in the pool, and "
+        "fewer requests lose their blocks again.",
+        default=0.0, off=0.0, number="float", minimum=0.0, maximum=0.9,
+    )  # fmt: skip
+    watermark_high: float = toggle(
+        "The same share after the pool ran short, until so much is free; no more than watermark changes nothing.",
+        default=0.0, off=0.0, number="float", minimum=0.0, maximum=0.9,
+    )  # fmt: skip
     thermal_governor: str = toggle(
         "Do a little less before the card gets too hot: rest between steps (pace), take fewer requests at a time first "
         "(shrink), or rest first so that no result changes by a bit (precise).",

@@ -234,6 +234,7 @@ class EngineLoop(Desk):
             max_waiting=opt.max_waiting,
             max_waiting_tokens=opt.max_waiting_tokens,
             preemption=parts.preemption,
+            watermark=parts.watermark,
             **({} if new_pool else limits),  # a new limit is judged by the pool it comes with
         )
         if new_pool:

@@ -11,7 +11,7 @@ Contract: q, caches, block_tables, seq_lens, cu_seqlens_q, max_q_len, scale, k_s
 last two that a query sees, which may be anything. prompt_lens [B] int32: queries at positions below see all before
 them, as in `paged_attention`, so that what a token is computed from depends on its text and its prompt's length, and
 neither on slices nor on batch mates. pages: at least 4. Returns [T, H, D] in q's dtype. A query that sees at most
-`pages` blocks gets what `paged_attention` gives it, in C++ and in the reference to the last bit.
+`pages` blocks gets what `paged_attention` gives it, in C++ to the last bit.
 
 Bytes moved: for an answer's token the bounds of its text, a share of 1 / BS of K and V, and K and V of `pages` blocks.
 A block that is not attended is never read.
