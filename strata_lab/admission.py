@@ -1,5 +1,5 @@
-"""Policies of the scheduler that are swapped live: who waits in which order, when waiting requests may join, how much of
-the pool newcomers leave alone, and when prompts get their turn.
+"""Policies of the scheduler that are swapped live: who waits in which order, when waiting requests may join, how much
+of the pool newcomers leave alone, and when prompts get their turn.
 
 Each is an object, so that `schedule` tests no flag. Torch-free.
 """

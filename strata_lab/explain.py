@@ -10,10 +10,10 @@ _SHARED = {
     "and computed again. Without priorities both are the same.",
     "max_passes": "While a long request waits for room, short ones behind it finish: their waits shrink, its own grows "
     "by at most that many of them.",
-    "watermark": "New requests wait while the pool is nearly full, so that those who run can grow: less is computed twice, "
-    "and fewer run at a time. Preempted requests and urgent ones need not leave anything.",
-    "watermark_high": "After a request lost its blocks newcomers wait until this share is free, so that the pool does not "
-    "run short again at once.",
+    "watermark": "New requests wait while the pool is nearly full, so that those who run can grow: less is computed "
+    "twice, and fewer run at a time. Preempted requests and urgent ones need not leave anything.",
+    "watermark_high": "After a request lost its blocks newcomers wait until this share is free, so that the pool does "
+    "not run short again at once.",
     "preemption": "swap copies a request's blocks to host memory and back instead of computing its tokens again, where "
     "that is dearer: long texts, few requests. What host memory does not hold is computed again.",
     "max_waiting": "Beyond this many waiting requests new ones are refused at once, so that those who wait are served "

@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 OTHER: dict[str, Any] = {
     "max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 64, "gpu_memory_utilization": 0.5,
     "scheduling_policy": "priority", "max_passes": 0, "preemption": "swap", "max_waiting": 8, "max_waiting_tokens": 64,
-    "thermal_governor": "pace",
+    "thermal_governor": "pace", "watermark": 0.2, "watermark_high": 0.5,
     "speculative": "ngram", "num_draft_tokens": 3,
 }  # fmt: skip
 # Root mean square error of logits over that of the logits themselves, on random weights: each format's rounding,
