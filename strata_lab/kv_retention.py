@@ -1,7 +1,7 @@
 """Which tokens of a text attention sees, and so which blocks of its KV cache can be given back while it goes on.
 
 `KeepAll` is full attention. `TopPages` keeps everything as well, but a token of an answer reads only some blocks
-(docs/decisions/0028-sparse-pages.md). `SinksAndWindow` is the compression of StreamingLLM (Xiao et al. 2023): a token
+(docs/decisions/0030-sparse-pages.md). `SinksAndWindow` is the compression of StreamingLLM (Xiao et al. 2023): a token
 sees the first `sinks` tokens, which attention rests on when it has nothing to look at, and the last `window` ones,
 itself included. What lies between is seen by no later token, so its blocks are free as soon as they are behind the
 window, and a request holds a bounded number of them however long it grows. Positions stay what they were: nothing is

@@ -38,7 +38,7 @@ def test_a_live_change_of_the_share_lets_in_who_waits() -> None:
 
 def test_after_the_pool_ran_short_newcomers_wait_for_the_high_share_and_then_need_only_leave_the_low_one() -> None:
     scheduler, model = make(20, 4, watermark=Watermark(low=0.0, high=0.5))
-    for name, prompt, most in (("small", 1, 60), ("old", 20, 60), ("young", 25, 40)):
+    for name, prompt, most in (("small", 1, 60), ("old", 25, 50), ("young", 20, 40)):
         scheduler.add(request(name, prompt=prompt, max_tokens=most))
     while not scheduler.num_preemptions:
         assert not scheduler.watermark.closed
