@@ -155,14 +155,14 @@ def decode(engine: Any, changes: dict[str, int], prompt: list[int]) -> tuple[flo
     )
 
 
-def speed(model: str, length: int) -> Iterator[Record]:
+def speed(model: str, length: int, device: str) -> Iterator[Record]:
     """A record per setting of `SPEEDS`: an engine that decodes behind `length` tokens, the settings in turn."""
     from strata_lab.engine import LLMEngine
 
-    environment = Environment.now("cpu")
+    environment = Environment.now(device)
     most = length + DECODED + 1
     pool = len(SPEEDS) * -(-most // 16)  # the prefix cache then keeps the prompt as every setting computed it
-    with LLMEngine(model, device="cpu", max_model_len=most, max_num_seqs=1, num_kv_blocks=pool) as engine:
+    with LLMEngine(model, device=device, max_model_len=most, max_num_seqs=1, num_kv_blocks=pool) as engine:
         prompt = [(5 + 29 * i) % engine.model_config.vocab_size for i in range(length)]
         runs = interleave({name: partial(decode, engine, s, prompt) for name, s in SPEEDS.items()}, ROUNDS)
         settings, per_token, size = engine.optimizations, engine.stats().kv_bytes_per_token, engine.config.block_size
@@ -192,12 +192,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens of each text")
     parser.add_argument("--speed-length", type=int, default=SPEED_LENGTH, help="tokens of the prompt")
     parser.add_argument("--part", choices=("quality", "speed", "both"), default="both")
-    parser.add_argument("--name", default="long_context{}_cpu", help="results file; {} is '_speed' for the speed part")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the speed part")
+    parser.add_argument("--name", default="long_context{}_{}", help="results file; '_speed' or nothing, and the device")
     parser.add_argument("--results", help="folder of the results file (default: docs/results)")
     options = parser.parse_args(arguments)
     for part, name, made in (
-        ("quality", options.name.format(""), lambda: quality(options.model, options.settings, options.length)),
-        ("speed", options.name.format("_speed"), lambda: speed(options.model, options.speed_length)),
+        ("quality", options.name.format("", "cpu"), lambda: quality(options.model, options.settings, options.length)),
+        (
+            "speed",
+            options.name.format("_speed", options.device),
+            lambda: speed(options.model, options.speed_length, options.device),
+        ),
     ):
         records: list[Record] = []
         for record in made() if options.part in (part, "both") else ():
