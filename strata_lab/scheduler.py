@@ -242,9 +242,9 @@ class Scheduler(Roster):
             if growth != GROWTH_BLOCKS + head.num_preemptions:
                 growth = GROWTH_BLOCKS + head.num_preemptions
                 spare = self._spare(growth)
-            demand, left_alone = self._demand_of_waiting(head, growth), self._left_alone(head)
-            if demand + left_alone > spare:
-                self._pass(head, spare - left_alone, step)
+            demand = self._demand_of_waiting(head, growth)
+            if demand + self._left_alone(head) > spare:
+                self._pass(head, spare, step)
                 return
             spare -= demand
             self._start(head, step)
@@ -263,7 +263,7 @@ class Scheduler(Roster):
             if full or head.num_passed >= self.max_passes:
                 return
             demand = self._demand_of_waiting(request, self.blocks.num_blocks)  # all that it can ever take
-            if request.priority >= head.priority and demand <= spare:
+            if request.priority >= head.priority and demand + self._left_alone(request) <= spare:
                 spare -= demand
                 head.num_passed += 1
                 self._start(request, step)

@@ -76,6 +76,21 @@ def test_what_was_preempted_and_what_is_urgent_needs_leave_nothing() -> None:
     model.drain()
 
 
+def test_who_passes_a_preempted_request_leaves_the_share_too() -> None:
+    for low, passes in ((0.0, True), (0.5, False)):
+        scheduler, model = make(20, 4, max_passes=4, watermark=Watermark(low=low))
+        for name, prompt, most in (("first", 30, 30), ("second", 21, 30)):
+            scheduler.add(request(name, prompt=prompt, max_tokens=most))
+        model.step()
+        while not scheduler.num_preemptions:
+            model.step()
+        scheduler.add(request("short", prompt=2, max_tokens=2))
+        model.step()
+        assert names(scheduler.waiting)[:1] == ["second"]
+        assert ("short" in names(scheduler.running)) == passes
+        model.drain()
+
+
 @pytest.mark.parametrize("marks", [(0.0, 0.0), (0.3, 0.3), (0.0, 0.9), (0.9, 0.9)])
 def test_everybody_is_served_whatever_the_shares(marks: tuple[float, float]) -> None:
     scheduler, model = make(12, 4, max_model_len=48, watermark=Watermark(*marks))
