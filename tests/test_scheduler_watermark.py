@@ -41,7 +41,7 @@ def test_after_the_pool_ran_short_newcomers_wait_for_the_high_share_and_then_nee
     for name, prompt, most in (("small", 1, 60), ("old", 25, 50), ("young", 20, 40)):
         scheduler.add(request(name, prompt=prompt, max_tokens=most))
     while not scheduler.num_preemptions:
-        assert not scheduler.watermark.closed
+        assert scheduler.has_work and not scheduler.watermark.closed
         model.step()
     assert scheduler.watermark.closed and names(scheduler.waiting) == ["young"]
     scheduler.abort("young")
@@ -78,12 +78,13 @@ def test_what_was_preempted_and_what_is_urgent_needs_leave_nothing() -> None:
 
 def test_who_passes_a_preempted_request_leaves_the_share_too() -> None:
     for low, passes in ((0.0, True), (0.5, False)):
-        scheduler, model = make(20, 4, max_passes=4, watermark=Watermark(low=low))
+        scheduler, model = make(20, 4, max_passes=4)
         for name, prompt, most in (("first", 30, 30), ("second", 21, 30)):
             scheduler.add(request(name, prompt=prompt, max_tokens=most))
-        model.step()
         while not scheduler.num_preemptions:
+            assert scheduler.has_work
             model.step()
+        scheduler.configure(watermark=Watermark(low=low))
         scheduler.add(request("short", prompt=2, max_tokens=2))
         model.step()
         assert names(scheduler.waiting)[:1] == ["second"]

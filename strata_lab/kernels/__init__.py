@@ -51,8 +51,8 @@ OPERATORS: dict[str, dict[str, str]] = {
     for name, (cpu, triton) in _FUNCTIONS.items()
 }
 # Backend -> operator -> what replaces it where a row's result must be the same, to the last bit, whatever is computed
-# beside it. The other functions of a backend keep that promise anyway (docs/decisions/0015-batch-invariant-mode.md), but
-# for `sparse_attention` outside of C++, which `resolve.py` refuses in that mode.
+# beside it. The other functions of a backend keep that promise anyway (docs/decisions/0015-batch-invariant-mode.md),
+# except `sparse_attention` outside of C++, which `resolve.py` refuses in that mode.
 _BY_ROW = ("rms_norm", "silu_mul", "linear", "lm_head", "paged_attention", "qkv_rope_append", "qkv_attention",
            "router_topk", "moe_mlp", "moe_block")  # fmt: skip
 _INVARIANT = {
