@@ -47,10 +47,18 @@ def tokens(folder, texts: list[list[int]], **options: Any) -> list[tuple[int, ..
 
 
 @pytest.fixture(scope="module")
-def alone(folder) -> list[tuple[int, ...]]:
+def dense(folder) -> list[tuple[int, ...]]:
+    """What each prompt gets when its answer attends everything."""
+    return tokens(folder, prompts())
+
+
+@pytest.fixture(scope="module")
+def alone(folder, dense) -> list[tuple[int, ...]]:
     """What each prompt gets by itself, op by op, with few pages."""
     with engine(folder, cuda_graph=False, prefix_cache=False, **FEW) as e:
-        return [e.generate([p], GREEDY)[0].token_ids for p in prompts()]
+        found = [e.generate([p], GREEDY)[0].token_ids for p in prompts()]
+    assert found != dense, "the choice is seen in the tokens"
+    return found
 
 
 # -- the definition ---------------------------------------------------------------------------------------------------
@@ -86,9 +94,9 @@ def defined(inputs: dict[str, Any], b: int) -> Tensor:
     return out
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
-    length=st.integers(1, 150), count=st.integers(1, 12), prompt=st.integers(0, 150), pages=st.integers(4, 9),
+    length=st.integers(1, 150), count=st.integers(1, 8), prompt=st.integers(0, 150), pages=st.integers(4, 9),
     block_size=st.sampled_from([8, 16]), threads=st.sampled_from([1, 2]),
 )  # fmt: skip
 def test_any_number_of_pages_is_its_definition_and_what_is_not_chosen_is_never_read(
@@ -155,21 +163,20 @@ def test_of_an_answer_others_find_only_what_was_computed_as_in_a_prompt() -> Non
 # -- the engine -------------------------------------------------------------------------------------------------------
 
 
-def test_pages_for_every_block_give_the_tokens_of_none(folder) -> None:
-    assert tokens(folder, prompts(), sparse_pages=16) == tokens(folder, prompts())
+def test_pages_for_every_block_give_the_tokens_of_none(folder, dense) -> None:
+    assert tokens(folder, prompts(), sparse_pages=16) == dense
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"fused_kernels": False}, {"max_num_batched_tokens": 5}, {"pd_split": True}, {"speculative": "ngram"},
-        {"num_kv_blocks": 24, "max_num_batched_tokens": 8}, {"batch_invariant": True},
+        {}, {"fused_kernels": False}, {"pd_split": True}, {"speculative": "ngram"},
+        {"num_kv_blocks": 24, "max_num_batched_tokens": 8},
     ],
     ids=str,
 )  # fmt: skip
 def test_how_the_text_is_computed_does_not_matter(folder, alone, options: dict[str, Any]) -> None:
     """Captured, chunked, verified, beside others, in a small pool: the tokens are those of each prompt alone."""
-    assert alone != tokens(folder, prompts()), "the choice is seen in the tokens"
     with engine(folder, **FEW | options) as e:
         assert [o.token_ids for o in e.generate(prompts(), GREEDY)] == alone
         again = e.generate(prompts(), GREEDY)
@@ -177,7 +184,7 @@ def test_how_the_text_is_computed_does_not_matter(folder, alone, options: dict[s
         assert all(o.num_cached_tokens > 0 for o in again) or "num_kv_blocks" in options
 
 
-@pytest.mark.parametrize("options", [{}, {"preemption": "swap"}, {"preemption": "swap", "prefix_cache": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"preemption": "swap", "prefix_cache": True}], ids=str)
 def test_a_preempted_request_goes_on_with_its_pages(folder, alone, options: dict[str, Any]) -> None:
     with engine(folder, **{"prefix_cache": False, "max_num_batched_tokens": 24} | FEW | options) as e:
         names = [e.add_request(p, GREEDY) for p in prompts()]
@@ -219,9 +226,8 @@ def test_a_pool_of_another_size_takes_the_bounds_along(folder, alone, monkeypatc
         assert [e.output(n).token_ids for n in names] == alone
 
 
-def test_pages_are_set_and_taken_back_while_requests_run(folder, alone) -> None:
-    """They are computed again under it: the rest of their text is that of an engine that always had it."""
-    wanted = tokens(folder, prompts())
+def test_pages_are_set_and_taken_back_while_requests_run(folder, alone, dense) -> None:
+    """Who is in flight goes on to its end; whoever comes later gets what the setting in force gives."""
     with engine(folder) as e:
         assert e._loop.parts.kv.has_bounds is False
         name = e.add_request(prompts()[3], GREEDY)
@@ -231,10 +237,11 @@ def test_pages_are_set_and_taken_back_while_requests_run(folder, alone) -> None:
         said = len(e.output(name).token_ids)
         while e.step() is not None:
             e._loop.scheduler.blocks.check()
-        assert e.output(name).token_ids[:said] == wanted[3][:said]
+        output = e.output(name)
+        assert (output.token_ids[:said], len(output.token_ids)) == (dense[3][:said], 40)
         assert [o.token_ids for o in e.generate(prompts(), GREEDY)] == alone
         assert e.apply(sparse_pages=0).ok
-        assert [o.token_ids for o in e.generate(prompts(), GREEDY)] == wanted
+        assert [o.token_ids for o in e.generate(prompts(), GREEDY)] == dense
         assert e.apply(**FEW).ok
         found = e.generate(prompts(), GREEDY)
         assert [o.token_ids for o in found] == alone
