@@ -1,11 +1,12 @@
-"""Policies of the scheduler that are swapped live: who waits in which order, when waiting requests may join, and when
-prompts get their turn.
+"""Policies of the scheduler that are swapped live: who waits in which order, when waiting requests may join, how much
+of the pool newcomers leave alone, and when prompts get their turn.
 
 Each is an object, so that `schedule` tests no flag. Torch-free.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from strata_lab.request import Request, RequestState
@@ -77,6 +78,40 @@ class StaticAdmission:
     def may_admit(self, num_running: int, budget: int) -> bool:
         """True when the step began with nothing running."""
         return num_running == 0
+
+
+@dataclass
+class Watermark:
+    """How much of the pool stays free beside a new request, with hysteresis.
+
+    Args:
+        low: share of the blocks that nobody who runs has a claim on and that a newcomer must leave.
+        high: what it must leave after the pool ran short, until so much is free again; `low` if that is more.
+
+    Attributes:
+        closed: whether the pool ran short and `high` is not free yet.
+        num_closures: how often that began.
+    """
+
+    low: float = 0.0
+    high: float = 0.0
+    closed: bool = field(default=False, compare=False)
+    num_closures: int = field(default=0, compare=False)
+
+    def ran_short(self) -> None:
+        """A request was evicted for want of blocks."""
+        if self.high > self.low and not self.closed:
+            self.closed = True
+            self.num_closures += 1
+
+    def blocks(self, num_blocks: int) -> int:
+        """Blocks of a pool that a newcomer must leave now."""
+        return int((self.high if self.closed else self.low) * num_blocks)
+
+    def saw(self, spare: int, num_blocks: int) -> None:
+        """So many blocks are free that nobody who runs has a claim on."""
+        if self.closed and spare >= self.blocks(num_blocks):
+            self.closed = False
 
 
 class PrefillPolicy(Protocol):

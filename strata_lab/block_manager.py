@@ -221,10 +221,14 @@ class BlockManager:
         self.num_hit_tokens += num_hit
         return num_hit
 
-    def commit(self, request_id: str, token_ids: Sequence[int], num_computed: int) -> None:
-        """The first `num_computed` of a request's tokens are in its blocks: others may find those that are full."""
+    def commit(self, request_id: str, token_ids: Sequence[int], num_computed: int, num_prompt: int = 0) -> None:
+        """The first `num_computed` of a request's tokens are in its blocks: others may find those that are full.
+
+        `num_prompt`: tokens of its prompt, beyond which not every retention lets others find them.
+        """
         if request_id not in self._stale:
-            self.prefixes.publish(request_id, token_ids, self.table(request_id), num_computed // self.block_size)
+            sure = min(num_computed, self.retention.sure(num_prompt)) // self.block_size
+            self.prefixes.publish(request_id, token_ids, self.table(request_id), sure)
         self._give_back(request_id, num_computed)
 
     def _holes_end(self, request_id: str) -> int:

@@ -21,6 +21,7 @@ from strata_lab.admission import (
     QueueOrder,
     SplitPrefill,
     StaticAdmission,
+    Watermark,
 )
 from strata_lab.block_manager import BlockManager
 from strata_lab.config import EngineConfig, Optimizations
@@ -30,6 +31,7 @@ from strata_lab.kernel_lab import SWAPPED_STEP, Guarded
 from strata_lab.kernels import bind, seeing
 from strata_lab.kv_cache import HostBlocks, KVCache
 from strata_lab.kv_retention import Retention
+from strata_lab.layers.attention import READ_ALL, ReadPages
 from strata_lab.layers.weights import ModelWeights
 from strata_lab.models import get_family
 from strata_lab.models.base import CausalLM, WeightReader, load_weights
@@ -67,6 +69,7 @@ class Parts:
     prefill: MixedPrefill | SplitPrefill
     lane: PrefillLane | None
     order: QueueOrder
+    watermark: Watermark
     prefixes: BlockNames
     governor: Governor | NoGovernor
     preemption: Preemption
@@ -110,6 +113,7 @@ class Builder(Resolver):
             prefill=self._prefill() if resolved.pd_split else MixedPrefill(),
             lane=self._lane(resolved, weights, kv) if resolved.pd_split else None,
             order=QUEUE_ORDERS[resolved.scheduling_policy](),
+            watermark=Watermark(resolved.watermark, resolved.watermark_high),
             prefixes=self._prefixes(resolved.prefix_cache, current, weights, kv, basis),
             retention=self.retention(resolved),
             basis=basis,
@@ -151,11 +155,14 @@ class Builder(Resolver):
     def _kv(self, resolved: Optimizations, current: Parts | None) -> KVCache:
         assert resolved.kv_cache_dtype is not None
         blocks = self._pool_blocks(resolved, current)
-        if current is not None and current.kv.num_blocks == blocks and current.kv.kv_format == resolved.kv_cache_dtype:
-            return current.kv
+        now = None if current is None else current.kv
+        bounded = resolved.sparse_pages > 0 or (now is not None and now.has_bounds)  # idle blocks still have theirs
+        if now is not None and now.num_blocks == blocks and now.kv_format == resolved.kv_cache_dtype:
+            return now.with_bounds() if bounded else now
         scales = getattr(self.checkpoint, "kv_scales", None) if resolved.kv_cache_dtype == "fp8" else None
         size = self.config.block_size
-        return KVCache(self.model_config, blocks, size, resolved.kv_cache_dtype, self.device, scales)
+        made = KVCache(self.model_config, blocks, size, resolved.kv_cache_dtype, self.device, scales)
+        return made.with_bounds() if bounded else made
 
     def _basis(self, resolved: Optimizations) -> bytes:
         """What of a setting decides keys and values beside weights and pool; fused or not counts only to the bit."""
@@ -210,7 +217,8 @@ class Builder(Resolver):
         ops = bind(self.backend, self.swapped, invariant=resolved.batch_invariant)
         if resolved.kv_window:
             ops = seeing(ops, resolved.kv_sinks, resolved.kv_window)
-        model = CausalLM(self.model_config, weights, ops, self.rotary, fused=resolved.fused_kernels)
+        reading = ReadPages(resolved.sparse_pages) if resolved.sparse_pages else READ_ALL
+        model = CausalLM(self.model_config, weights, ops, self.rotary, fused=resolved.fused_kernels, reading=reading)
         return self.step_class(model, kv, self.dtype)
 
     def _runner(self, resolved: Optimizations, weights: ModelWeights, kv: KVCache) -> Any:
@@ -335,12 +343,3 @@ def _drain(device: torch.device) -> None:
 def _plain_runner(runner: Runner | RunAhead | DraftAhead) -> Runner:
     ahead = runner.ahead if isinstance(runner, DraftAhead) else runner
     return ahead.runner if isinstance(ahead, RunAhead) else ahead
-
-
-def changed_ops(before: Parts, after: Parts) -> Mapping[str, str]:
-    """Operators that another function computes now, as "op NAME" to the function's name or "built-in"."""
-    moved = {n for n in {*before.swapped, *after.swapped} if before.swapped.get(n) is not after.swapped.get(n)}
-    names = {
-        n: getattr(after.swapped[n].fn, "__name__", "swapped") if n in after.swapped else "built-in" for n in moved
-    }
-    return {f"op {name}": names[name] for name in sorted(names)}

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from strata_lab.kv_retention import LEAST_PAGES
 from strata_lab.settings import ConfigError, Toggle, check_names, check_size, check_whole, toggle
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -75,6 +76,11 @@ class Optimizations:
         "First tokens of a text that attention sees for ever; only with kv_window.",
         default=4, off=4, number="int", minimum=0, maximum=4096, lossless=False,
     )  # fmt: skip
+    sparse_pages: int = toggle(
+        "KV blocks that a token of an answer attends: the first, the last two, and those whose keys may match best; "
+        "prompts attend all. 0 attends all, else at least 4.",
+        default=0, off=0, number="int", minimum=0, lossless=False,
+    )  # fmt: skip
     scheduling_policy: str = toggle(
         "Who waits in which order: first come, first served, or the highest priority first, which then also takes the "
         "place of running requests of lower priority.",
@@ -83,6 +89,15 @@ class Optimizations:
     max_passes: int = toggle(
         "How many shorter requests may go before one that must wait for KV blocks; 0 keeps the order of the queue.",
         default=4, off=0, number="int", minimum=0, maximum=1024,
+    )  # fmt: skip
+    watermark: float = toggle(
+        "Share of the KV blocks that a new request must leave free beside those who run; less waits in the pool, and "
+        "fewer requests lose their blocks again.",
+        default=0.0, off=0.0, number="float", minimum=0.0, maximum=0.9,
+    )  # fmt: skip
+    watermark_high: float = toggle(
+        "The same share after the pool ran short, until so much is free; no more than watermark changes nothing.",
+        default=0.0, off=0.0, number="float", minimum=0.0, maximum=0.9,
     )  # fmt: skip
     thermal_governor: str = toggle(
         "Do a little less before the card gets too hot: rest between steps (pace), take fewer requests at a time first "
@@ -130,6 +145,11 @@ class Optimizations:
     def __post_init__(self) -> None:
         for t in toggles():
             object.__setattr__(self, t.name, t.check(getattr(self, t.name)))
+        if 0 < self.sparse_pages < LEAST_PAGES:
+            raise ConfigError(
+                f"sparse_pages={self.sparse_pages} must be 0 or at least {LEAST_PAGES}, since the first block and the "
+                f"last two are always attended; try 32"
+            )
 
     @classmethod
     def none(cls) -> Optimizations:

@@ -87,6 +87,7 @@ class LLMEngine(ChangesSettings, WatchesExperts):
             max_waiting=parts.optimizations.max_waiting,
             max_waiting_tokens=parts.optimizations.max_waiting_tokens,
             preemption=parts.preemption,
+            watermark=parts.watermark,
         )
         self._loop = EngineLoop(parts, scheduler, self.model_config, self.events)
         self.intake = Intake(self.tokenizer, self.model_config, self.device, self._builder.on_done)

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from strata_lab.block_manager import BlockManager
-from strata_lab.build import Parts, changed_ops
+from strata_lab.build import Parts
 from strata_lab.config import changed_fields
 from strata_lab.desk import Desk, EngineClosedError
 from strata_lab.events import EventLog, SettingEvent, StateEvent, StepEvent, TokenEvent
+from strata_lab.kernel_lab import changed_ops
 from strata_lab.model_config import ModelConfig
 from strata_lab.prefill_lane import PrefillLane
 from strata_lab.request import Request
@@ -233,6 +234,7 @@ class EngineLoop(Desk):
             max_waiting=opt.max_waiting,
             max_waiting_tokens=opt.max_waiting_tokens,
             preemption=parts.preemption,
+            watermark=parts.watermark,
             **({} if new_pool else limits),  # a new limit is judged by the pool it comes with
         )
         if new_pool:
@@ -254,7 +256,7 @@ class EngineLoop(Desk):
             before.lane.close()  # every setting that has one makes its own
         now = time.perf_counter()
         took_ms = (now - started) * 1e3
-        changes = {**changed_fields(before.optimizations, opt), **changed_ops(before, parts)}
+        changes = {**changed_fields(before.optimizations, opt), **changed_ops(before.swapped, parts.swapped)}
         self.events.append(SettingEvent(now, changes, build_ms, took_ms))
         return took_ms
 

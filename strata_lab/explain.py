@@ -10,6 +10,10 @@ _SHARED = {
     "and computed again. Without priorities both are the same.",
     "max_passes": "While a long request waits for room, short ones behind it finish: their waits shrink, its own grows "
     "by at most that many of them.",
+    "watermark": "New requests wait while the pool is nearly full, so that those who run can grow: less is computed "
+    "twice, and fewer run at a time. Preempted requests and urgent ones need not leave anything.",
+    "watermark_high": "After a request lost its blocks newcomers wait until this share is free, so that the pool does "
+    "not run short again at once.",
     "preemption": "swap copies a request's blocks to host memory and back instead of computing its tokens again, where "
     "that is dearer: long texts, few requests. What host memory does not hold is computed again.",
     "max_waiting": "Beyond this many waiting requests new ones are refused at once, so that those who wait are served "
@@ -19,6 +23,8 @@ _SHARED = {
     "texts cost no more than short ones. What was said before is forgotten, but not what the model made of it since.",
     "kv_sinks": "A few first tokens hold the attention that has nothing to look at; without them a window ruins the "
     "text. They count only while kv_window is not 0.",
+    "sparse_pages": "Decode reads the bounds of all blocks, a 16th of what attention reads, and of keys and values "
+    "only those that a token asks for most: long texts cost less time, as much memory, and nothing is forgotten.",
     "pd_split": "Decode steps alternate with bounded prompt slices: running streams wait less for a newcomer's prompt, "
     "whose first token comes later.",
     "max_num_seqs": "More requests share one reading of the weights: total tok/s rises, tok/s per stream falls.",

@@ -98,11 +98,9 @@ class CapturedStep:
         capture = self._captures.get(key) or self._capture(*key)
         _fill(capture.inputs, inputs)
         capture.replay()
-        logits = capture.logits[:num_seqs]
-        samples = inputs.sample_rows
-        return (
-            logits if samples.shape[0] == num_seqs else logits[samples]
-        )  # a prompt slice of one token samples nothing
+        logits, samples = capture.logits[:num_seqs], inputs.sample_rows
+        # a prompt slice of one token samples nothing
+        return logits if samples.shape[0] == num_seqs else logits[samples]
 
     def _capture(self, num_seqs: int, width: int) -> _Capture:
         device = self.eager.model.rotary[0].device
@@ -326,12 +324,15 @@ def _verifies(inputs: StepInputs) -> bool:
 
 def _one_by_one(inputs: StepInputs) -> StepInputs:
     """The same rows, each as a request of one token."""
-    tables, starts, num_rows = inputs.block_tables, inputs.cu_seqlens_q, inputs.input_ids.shape[0]
-    if tables.shape[0] == 1:
-        tables = tables.expand(num_rows, -1)
-    else:
-        tables = tables.repeat_interleave((starts[1:] - starts[:-1]).long(), 0, output_size=num_rows)
-    return replace(inputs, block_tables=tables, seq_lens=(inputs.positions + 1).int(), apart=True)
+    starts, num_rows = inputs.cu_seqlens_q, inputs.input_ids.shape[0]
+
+    def by_row(x: Tensor) -> Tensor:
+        if x.shape[0] == 1:
+            return x.expand(num_rows, *x.shape[1:])
+        return x.repeat_interleave((starts[1:] - starts[:-1]).long(), 0, output_size=num_rows)
+
+    known: dict[str, Any] = {"block_tables": by_row(inputs.block_tables), "prompt_lens": by_row(inputs.prompt_lens)}
+    return replace(inputs, **known, seq_lens=(inputs.positions + 1).int(), apart=True)
 
 
 def _fill(static: StepInputs, inputs: StepInputs) -> None:
@@ -346,3 +347,4 @@ def _fill(static: StepInputs, inputs: StepInputs) -> None:
         static.seq_lens.fill_(1)
     static.slot_mapping[:num_tokens].copy_(inputs.slot_mapping)
     static.seq_lens[:num_seqs].copy_(inputs.seq_lens)
+    static.prompt_lens[:num_seqs].copy_(inputs.prompt_lens)

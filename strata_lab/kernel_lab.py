@@ -238,3 +238,10 @@ def _microseconds(fn: Callable[..., Any], inputs: dict[str, Any], device: torch.
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def changed_ops(before: Mapping[str, Guarded], after: Mapping[str, Guarded]) -> Mapping[str, str]:
+    """Operators that another function computes now, as "op NAME" to the function's name or "built-in"."""
+    moved = {name for name in {*before, *after} if before.get(name) is not after.get(name)}
+    names = {n: getattr(after[n].fn, "__name__", "swapped") if n in after else "built-in" for n in moved}
+    return {f"op {name}": names[name] for name in sorted(names)}

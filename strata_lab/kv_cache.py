@@ -1,7 +1,10 @@
-"""The device side of the paged KV cache: two preallocated tensors, sliced per layer, and what moves whole blocks.
+"""The device side of the paged KV cache: preallocated tensors, sliced per layer, and what moves whole blocks.
 
 Which block belongs to whom is `block_manager.py`'s business; what is written and read is the kernels'. A slot is
 `block * block_size + offset`. Slots that nobody owns hold whatever was there before, and nothing may read them.
+
+Where attention chooses blocks (`kernels/sparse_attention.py`), a third tensor holds the smallest and largest key of
+each, which move with it as keys and values do.
 
 Blocks move in batches: one gather and one scatter for keys and for values, whatever the number of blocks and layers. On
 a GPU they are queued behind all that was queued before, so a block may be given away as soon as its copy is queued, and
@@ -10,6 +13,7 @@ the host waits for nothing.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -45,8 +49,31 @@ class KVCache:
         self._k = torch.empty(shape, dtype=KV_DTYPES[kv_format], device=device)
         self._v = torch.empty(shape, dtype=KV_DTYPES[kv_format], device=device)
         self.scales = [(1.0, 1.0)] * config.num_layers if scales is None else list(scales)
-        self._words = tuple(pool.flatten(2).view(torch.int64) for pool in (self._k, self._v))  # [layers, blocks, words]
-        self._layers = [LayerKV(self._k[i], self._v[i], *self.scales[i]) for i in range(config.num_layers)]
+        self._share(None)
+
+    def _share(self, bounds: Tensor | None) -> None:
+        """Set up what is seen of the tensors."""
+        self._bounds = bounds  # [layers, blocks, Hkv, 2, D]
+        pools = (self._k, self._v) if bounds is None else (self._k, self._v, bounds)
+        self._words = tuple(pool.flatten(2).view(torch.int64) for pool in pools)  # [layers, blocks, words] each
+        self._layers = [
+            LayerKV(self._k[i], self._v[i], *scales, None if bounds is None else bounds[i])
+            for i, scales in enumerate(self.scales)
+        ]
+
+    @property
+    def has_bounds(self) -> bool:
+        """Whether there is room for the smallest and largest key of each block."""
+        return self._bounds is not None
+
+    def with_bounds(self) -> KVCache:
+        """The same keys and values with room for bounds, those of no block known yet; itself where it has them."""
+        if self.has_bounds:
+            return self
+        layers, blocks, _, heads, width = self._k.shape
+        made = copy.copy(self)
+        made._share(self._k.new_empty((layers, blocks, heads, 2, width)))
+        return made
 
     def layer(self, index: int) -> LayerKV:
         """One layer's keys and values."""
@@ -56,11 +83,12 @@ class KVCache:
     def copy_blocks(self, pairs: Pairs, source: KVCache | None = None) -> None:
         """Copy the content of blocks (from, to), all layers; all are read before any is written.
 
-        `source`: the pool of the same format that is copied from; this one by default.
+        `source`: the pool of the same format that is copied from; this one by default. Bounds come along where both
+        have them.
         """
         source = source or self
         old, new = (indices(column, self._k.device) for column in zip(*pairs, strict=True))
-        for ours, theirs in zip(self._words, source._words, strict=True):
+        for ours, theirs in zip(self._words, source._words, strict=False):
             ours.index_copy_(1, new, theirs.index_select(1, old))
 
     def take_from(self, source: KVCache, pairs: Pairs) -> None:
@@ -69,25 +97,25 @@ class KVCache:
             self.copy_blocks(pairs[at : at + TAKEN_AT_ONCE], source)
 
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
-        """What blocks hold, [n, 2, layers, words] int64, a copy."""
+        """What blocks hold, [n, layers, words] int64, a copy."""
         index = indices(blocks, self._k.device)
-        return torch.stack([pool.index_select(1, index) for pool in self._words]).permute(2, 0, 1, 3).contiguous()
+        return torch.cat([pool.index_select(1, index) for pool in self._words], dim=2).transpose(0, 1).contiguous()
 
     def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
         """Fill blocks with what `read_blocks` returned."""
         index = indices(blocks, self._k.device)
-        for pool, half in zip(self._words, content.unbind(1), strict=True):
-            pool.index_copy_(1, index, half.transpose(0, 1))
+        for pool, part in zip(self._words, content.split([p.shape[2] for p in self._words], dim=2), strict=True):
+            pool.index_copy_(1, index, part.transpose(0, 1))
 
     @property
-    def block_words(self) -> tuple[int, int, int]:
+    def block_words(self) -> tuple[int, int]:
         """Shape of one block of `read_blocks`."""
-        return 2, self._k.shape[0], self._words[0].shape[2]
+        return self._k.shape[0], sum(pool.shape[2] for pool in self._words)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole pool."""
-        return 2 * self._k.numel() * self._k.element_size()
+        return sum(pool.numel() * pool.element_size() for pool in self._words)
 
     @property
     def device(self) -> torch.device:
@@ -96,8 +124,8 @@ class KVCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token of context costs, all layers."""
-        return self.nbytes // (self.num_blocks * self.block_size)
+        """Bytes of keys and values that one token of context costs, all layers."""
+        return 2 * self._k.numel() * self._k.element_size() // (self.num_blocks * self.block_size)
 
 
 class HostBlocks:
@@ -155,7 +183,10 @@ def indices(numbers: Sequence[int], device: torch.device) -> Tensor:
     return made.to(device, non_blocking=True)
 
 
-def block_bytes(config: ModelConfig, block_size: int, kv_format: str) -> int:
-    """Bytes of one block over all layers: 2 (k and v) x layers x tokens x heads x head_dim x element size."""
+def block_bytes(config: ModelConfig, block_size: int, kv_format: str, bounds: bool = False) -> int:
+    """Bytes of one block over all layers: 2 (k and v) x layers x tokens x heads x head_dim x element size.
+
+    `bounds`: with its smallest and largest key, which are as much as one token more.
+    """
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    return per_token * block_size * KV_DTYPES[kv_format].itemsize
+    return per_token * (block_size + bounds) * KV_DTYPES[kv_format].itemsize

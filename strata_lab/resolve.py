@@ -113,6 +113,7 @@ class Resolver:
                 f"batch_invariant=True needs the Triton operators here: {why_no_gpu_kernels(self.device)}; try "
                 f"device='cpu' or batch_invariant=False"
             )
+        self._check_pages(resolved)
         self._planned_blocks.clear()
         blocks = self._pool_blocks(resolved, current)
         tokens = blocks * self.config.block_size
@@ -122,7 +123,7 @@ class Resolver:
             return resolved.replace({"max_model_len": min(limit, tokens)})
         needed = self._fewest_blocks(resolved, wish.max_model_len)
         if needed > blocks:
-            per_block = block_bytes(self.model_config, self.config.block_size, resolved.kv_cache_dtype or "bf16")
+            per_block = self._block_bytes(resolved)
             raise ConfigError(
                 f"max_model_len={wish.max_model_len} needs {needed} KV blocks but the pool has {blocks} ({tokens} "
                 f"tokens), {needed * per_block / 2**20:.1f} MiB against {blocks * per_block / 2**20:.1f}; try "
@@ -131,9 +132,27 @@ class Resolver:
             )
         return resolved
 
+    def _check_pages(self, resolved: Optimizations) -> None:
+        """Refuse what cannot be had together with a choice of blocks."""
+        if resolved.sparse_pages and resolved.kv_window:
+            raise ConfigError(
+                f"sparse_pages={resolved.sparse_pages} chooses among all blocks and kv_window={resolved.kv_window} "
+                f"gives most of them back; try kv_window=0, or sparse_pages=0"
+            )
+        if resolved.sparse_pages and resolved.batch_invariant and self.backend != "cpu":
+            raise ConfigError(
+                f"sparse_pages={resolved.sparse_pages} chooses blocks by sums whose last bits depend on the batch "
+                f"here, which batch_invariant=True rules out; try batch_invariant=False, or sparse_pages=0"
+            )
+
     def retention(self, resolved: Optimizations) -> Retention:
         """Which tokens attention sees under a setting."""
-        return retention(resolved.kv_sinks, resolved.kv_window)
+        r = resolved
+        return retention(r.kv_sinks, r.kv_window, r.sparse_pages, self.config.block_size)
+
+    def _block_bytes(self, resolved: Optimizations) -> int:
+        size, kv_format = self.config.block_size, resolved.kv_cache_dtype or "bf16"
+        return block_bytes(self.model_config, size, kv_format, bounds=resolved.sparse_pages > 0)
 
     def _fewest_blocks(self, resolved: Optimizations, length: int) -> int:
         """Blocks without which a request of `length` tokens cannot be served."""
@@ -155,7 +174,7 @@ class Resolver:
         """Blocks of the pool: as configured, or what all streams could fill, within the memory there is."""
         if self.config.num_kv_blocks is not None:
             return self.config.num_kv_blocks
-        per_block = block_bytes(self.model_config, self.config.block_size, resolved.kv_cache_dtype or "bf16")
+        per_block = self._block_bytes(resolved)
         length = resolved.max_model_len or self.model_config.max_position
         size, step = self.config.block_size, min(length, resolved.max_num_batched_tokens)
         wanted = resolved.max_num_seqs * min(-(-length // size), self.retention(resolved).most_blocks(size, step))

@@ -10,7 +10,15 @@ from __future__ import annotations
 import heapq
 from typing import Any
 
-from strata_lab.admission import Admission, FirstComeFirstServed, MixedPrefill, PrefillPolicy, QueueOrder, Seniority
+from strata_lab.admission import (
+    Admission,
+    FirstComeFirstServed,
+    MixedPrefill,
+    PrefillPolicy,
+    QueueOrder,
+    Seniority,
+    Watermark,
+)
 from strata_lab.batch import Pairs, ScheduledBatch
 from strata_lab.block_manager import BlockManager
 from strata_lab.capacity import why_never_fits
@@ -47,6 +55,7 @@ class Roster:
             still has them.
         num_swapped_out, num_swapped_in: blocks copied to host memory and back.
         preemption: what becomes of the blocks of a preempted request.
+        watermark: how much of the pool newcomers leave alone.
     """
 
     max_num_seqs: int
@@ -64,13 +73,13 @@ class Roster:
                  max_model_len: int, admission: Admission, max_waiting: int = MAX_WAITING,
                  max_waiting_tokens: int = MAX_WAITING_TOKENS, max_passes: int = 0, lookahead: int = 0,
                  prefill: PrefillPolicy | None = None, order: QueueOrder | None = None,
-                 preemption: Preemption | None = None) -> None:  # fmt: skip
+                 preemption: Preemption | None = None, watermark: Watermark | None = None) -> None:  # fmt: skip
         self.blocks = block_manager
         self.waiting = WaitingQueue(order or FirstComeFirstServed())
         self.running: list[Request] = []
         self.num_preemptions = self.num_recomputed_tokens = self._num_added = 0
         self.num_swapped_out = self.num_swapped_in = 0
-        self.preemption = preemption or Recompute()
+        self.preemption, self.watermark = preemption or Recompute(), watermark or Watermark()
         self._requests: dict[str, Request] = {}
         self._seniority: dict[str, Seniority] = {}
         self._deadlines: list[tuple[float, int, str]] = []  # a heap; entries of requests that have ended stay a while
@@ -88,8 +97,9 @@ class Roster:
         return bool(self._requests)
 
     def configure(
-        self, *, order: QueueOrder | None = None, preemption: Preemption | None = None, **changes: Any
-    ) -> None:
+        self, *, order: QueueOrder | None = None, preemption: Preemption | None = None,
+        watermark: Watermark | None = None, **changes: Any,
+    ) -> None:  # fmt: skip
         """Change any setting that the constructor takes by name.
 
         In force from the next step; no request is lost. With fewer seats than running requests nobody is admitted
@@ -108,6 +118,9 @@ class Roster:
             setattr(self, name, value)
         if order is not None:
             self.waiting.reorder(order)
+        if watermark is not None and watermark != self.watermark:  # the same keeps what it knows
+            watermark.num_closures += self.watermark.num_closures
+            self.watermark = watermark
         if preemption is not None and preemption is not self.preemption:
             self.num_recomputed_tokens += self.preemption.clear()
             self.preemption = preemption
@@ -189,13 +202,15 @@ class Roster:
         for item in batch.items:
             request = item.request
             if request.state is RequestState.RUNNING:
-                request.num_computed_tokens = computed = item.start + item.num_tokens - len(item.drafts)
-                self.blocks.commit(request.request_id, request.token_ids, computed)
+                self._book(request, item.start + item.num_tokens - len(item.drafts))
 
     def commit_drafts(self, request: Request) -> None:
         """Record that all its tokens but the last are computed: those since `commit` were drafts of the step."""
-        request.num_computed_tokens = request.num_tokens - 1
-        self.blocks.commit(request.request_id, request.token_ids, request.num_computed_tokens)
+        self._book(request, request.num_tokens - 1)
+
+    def _book(self, request: Request, computed: int) -> None:
+        request.num_computed_tokens = computed
+        self.blocks.commit(request.request_id, request.token_ids, computed, request.num_prompt_tokens)
 
     def reset_blocks(self, block_manager: BlockManager, max_model_len: int | None = None) -> list[Request]:
         """Take a new pool, and the `max_model_len` that goes with it; what runs is preempted and will be recomputed.
@@ -306,6 +321,8 @@ class Roster:
         most = min(parent.num_computed_tokens, child.num_tokens - 1)
         if parent.token_ids[:most] != child.token_ids[:most]:
             most = next(i for i in range(most) if parent.token_ids[i] != child.token_ids[i])
+        if parent.num_prompt_tokens != child.num_prompt_tokens:  # answers may be computed otherwise than prompts
+            most = min(most, self.blocks.retention.sure(min(parent.num_prompt_tokens, child.num_prompt_tokens)))
         if parent.request_id in self._held:  # its last block is being written
             most -= most % self.blocks.block_size
         return most

@@ -34,12 +34,14 @@ class Slice:
         start: their first position.
         block_table: blocks of the text, up to its last token at least.
         num_rows: how many of the last tokens need logits.
+        num_prompt: tokens of the text that are its prompt.
     """
 
     token_ids: list[int]
     start: int
     block_table: list[int]
     num_rows: int
+    num_prompt: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class StepInputs:
         block_tables: [B, max_blocks] int32, padded with 0.
         seq_lens: tokens in the cache per request after this step's writes, [B] int32.
         cu_seqlens_q: [B + 1] int32.
+        prompt_lens: tokens of each request that are its prompt, [B] int32.
         sample_rows: which of the T rows need logits, [S] int64.
         max_q_len: at least the tokens of any one request; 1 for a pure decode step.
         embedded: what takes the place of token embeddings; None nearly always.
@@ -63,6 +66,7 @@ class StepInputs:
     block_tables: Tensor
     seq_lens: Tensor
     cu_seqlens_q: Tensor
+    prompt_lens: Tensor
     sample_rows: Tensor
     max_q_len: int
     embedded: EmbeddedRows | None = None
@@ -71,7 +75,10 @@ class StepInputs:
     @classmethod
     def of(cls, batch: ScheduledBatch, block_size: int, device: torch.device) -> StepInputs:
         """Gather what the scheduled requests need, in the batch's order."""
-        parts = [Slice(item.token_ids, item.start, item.block_table, item.num_rows) for item in batch.items]
+        parts = [
+            Slice(item.token_ids, item.start, item.block_table, item.num_rows, item.request.num_prompt_tokens)
+            for item in batch.items
+        ]
         return cls.gather(parts, block_size, device, EmbeddedRows.of(batch, device))
 
     @classmethod
@@ -105,6 +112,7 @@ class StepInputs:
             block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
             cu_seqlens_q=torch.tensor(cumulative, dtype=torch.int32, device=device),
+            prompt_lens=torch.tensor([part.num_prompt for part in parts], dtype=torch.int32, device=device),
             sample_rows=torch.tensor(samples, dtype=torch.int64, device=device),
             # 1 would ask for a captured step, which looks its tokens up
             max_q_len=max(1 if embedded is None else 2, *(len(part.token_ids) for part in parts)),
@@ -125,6 +133,7 @@ class StepInputs:
             block_tables=full((num_seqs, num_blocks), 0, torch.int32),
             seq_lens=full((num_seqs,), 1, torch.int32),
             cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32, device=device),
+            prompt_lens=full((num_seqs,), 0, torch.int32),
             sample_rows=torch.arange(num_seqs, dtype=torch.int64, device=device),
             max_q_len=1,
         )
@@ -158,7 +167,7 @@ class EagerStep:
         cos, sin = (ops.take_rows(table, inputs.positions) for table in model.rotary)
         step = StepContext(
             cos, sin, inputs.slot_mapping, inputs.block_tables, inputs.seq_lens, inputs.cu_seqlens_q, inputs.max_q_len,
-            inputs.apart,
+            inputs.apart, inputs.prompt_lens,
         )  # fmt: skip
         x = model.embed(inputs.input_ids, self.dtype)
         if inputs.embedded is not None:

@@ -29,7 +29,9 @@ When the KV pool is exhausted (reasons and proof of progress: docs/decisions/000
    they are copied back, and count as computed (decision 0012).
 10. A `fork` starts at once behind what its parent has computed, with a seat and blocks for it; else it waits as any
    other (decision 0012).
-11. A decode takes the drafts it was given along, as far as the budget and the blocks go that nobody else wants: a guess
+11. A newcomer that outranks nobody leaves the share of the pool free that the `watermark` says, which is more after the
+    pool ran short (rule 1), until so much is free. Where nothing runs it need not (decision 0013).
+12. A decode takes the drafts it was given along, as far as the budget and the blocks go that nobody else wants: a guess
    takes nobody's place (`speculative/window.py`).
 
 Torch-free. It does not sample, does not know what ends a text, and does not touch device memory.
@@ -91,6 +93,9 @@ class Scheduler(Roster):
         Empty only when there is no work, or with `decodes_only`, or when all of it is held.
         """
         step = _Step(self.max_num_batched_tokens, len(self.running))
+        head = self.waiting.head
+        if self.watermark.closed and (head is None or not head.num_preemptions):  # else it is free for those
+            self.watermark.saw(self._spare(GROWTH_BLOCKS), self.blocks.num_blocks)
         decodes: list[Request] = []
         prefills: list[Request] = []
         for request in self.running:
@@ -153,6 +158,7 @@ class Scheduler(Roster):
             self._preempt(victim)
             step.preempted.append(victim)
             step.evicts = True
+            self.watermark.ran_short()
         num_tokens = min(num_tokens, room)
         table = self.blocks.grow(request_id, start + num_tokens)
         step.items[request_id] = ScheduledRequest(request, start, num_tokens, table)
@@ -237,11 +243,18 @@ class Scheduler(Roster):
                 growth = GROWTH_BLOCKS + head.num_preemptions
                 spare = self._spare(growth)
             demand = self._demand_of_waiting(head, growth)
-            if demand > spare:
+            if demand + self._left_alone(head) > spare:
                 self._pass(head, spare, step)
                 return
             spare -= demand
             self._start(head, step)
+
+    def _left_alone(self, newcomer: Request) -> int:
+        """Rule 11: spare blocks that a waiting request must leave."""
+        known = newcomer.num_preemptions or not self.running
+        if known or self.waiting.order.outranks(newcomer, self.running[-1]):
+            return 0
+        return self.watermark.blocks(self.blocks.num_blocks)
 
     def _pass(self, head: Request, spare: int, step: _Step) -> None:
         """Rule 8: let short requests go before the first, which does not fit into the `spare` blocks."""
@@ -250,7 +263,7 @@ class Scheduler(Roster):
             if full or head.num_passed >= self.max_passes:
                 return
             demand = self._demand_of_waiting(request, self.blocks.num_blocks)  # all that it can ever take
-            if request.priority >= head.priority and demand <= spare:
+            if request.priority >= head.priority and demand + self._left_alone(request) <= spare:
                 spare -= demand
                 head.num_passed += 1
                 self._start(request, step)

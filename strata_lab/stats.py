@@ -37,6 +37,7 @@ class EngineStats:
             a prefix cache, and those that it held.
         kv_fragmentation: share of the slots in used blocks that hold no token.
         num_waiting_tokens: tokens of the requests that wait.
+        admission_closed, num_closures: whether newcomers wait until `watermark_high` is free, and how often that began.
         num_swapped_out, num_swapped_in: KV blocks copied to host memory and back, since the engine was made.
         swap_blocks_used, swap_blocks_total, swap_bytes: of the host memory for blocks of preempted requests.
         num_prompt_tokens: of prompts that are computed or found to their end, since the engine was made.
@@ -68,6 +69,8 @@ class EngineStats:
     prefix_hit_tokens: int
     kv_fragmentation: float
     num_waiting_tokens: int
+    admission_closed: bool
+    num_closures: int
     num_swapped_out: int
     num_swapped_in: int
     swap_blocks_used: int
@@ -122,6 +125,8 @@ class EngineStats:
             prefix_hit_tokens=blocks.num_hit_tokens,
             kv_fragmentation=blocks.fragmentation({r.request_id: r.num_computed_tokens for r in scheduler.running}),
             num_waiting_tokens=scheduler.waiting.num_tokens,
+            admission_closed=scheduler.watermark.closed,
+            num_closures=scheduler.watermark.num_closures,
             num_swapped_out=scheduler.num_swapped_out,
             num_swapped_in=scheduler.num_swapped_in,
             swap_blocks_used=scheduler.preemption.num_used,

@@ -15,7 +15,7 @@ from typing import Any
 from strata_lab.admission import ContinuousAdmission
 from strata_lab.batch import ScheduledBatch
 from strata_lab.block_manager import BlockManager
-from strata_lab.kv_retention import Retention
+from strata_lab.kv_retention import KeepAll, Retention
 from strata_lab.preemption import SwapToHost
 from strata_lab.prefix_cache import PrefixCache
 from strata_lab.request import Request
@@ -30,18 +30,27 @@ def next_token(tokens: Iterable[int]) -> int:
 
 
 def seen(length: int, kept: tuple[int, ...]) -> Sequence[int]:
-    """Positions that the last of `length` tokens sees; `kept`: nothing, or sinks and window (`Retention.setting`)."""
-    if not kept:
+    """Positions that the last of `length` tokens sees; `kept`: sinks and window (`Retention.setting`), or all."""
+    if len(kept) != 2:
         return range(length)
     sinks, window = kept
     return [*range(min(sinks, length)), *range(max(sinks, length - window), length)]
 
 
-def undisturbed(request: Request, max_model_len: int, kept: tuple[int, ...] = ()) -> list[int]:
+def content(request: Request, position: int, token: int, retention: Retention) -> int:
+    """What a slot holds: the token, and how long its prompt was where that decides what is computed of it."""
+    sure = position < retention.sure(request.num_prompt_tokens)
+    return token if sure else token + 1000 * (1 + request.num_prompt_tokens)
+
+
+def undisturbed(request: Request, max_model_len: int, retention: Retention | None = None) -> list[int]:
     """What a request alone on an endless machine generates."""
-    tokens = list(request.prompt_token_ids)
+    tokens, kept = list(request.prompt_token_ids), retention or KeepAll()
     while len(tokens) - request.num_prompt_tokens < request.params.max_tokens and len(tokens) < max_model_len:
-        tokens.append(next_token([tokens[p] for p in seen(len(tokens), kept)] if kept else tokens))
+        read = seen(len(tokens), kept.setting)
+        tokens.append(
+            next_token(content(request, p, tokens[p], kept) for p in read) if kept.setting else next_token(tokens)
+        )
     return tokens[request.num_prompt_tokens :]
 
 
@@ -94,7 +103,8 @@ class FakeModel:
                 block = item.block_table[position // size]
                 assert self.scheduler.blocks.num_holders(block) <= 1, "shared while written"
                 assert block not in named, "named while written"
-                self.kv[item.block_table[position // size]][position % size] = item.request.token_ids[position]
+                token, kept = item.request.token_ids[position], self.scheduler.blocks.retention
+                self.kv[block][position % size] = content(item.request, position, token, kept)
         sampled = {}
         for item in batch.items:
             if item.samples:

@@ -191,6 +191,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert all(len(self.blocks.table(name)) == self.covered.get(name, 0) for name in "abcdef")
         assert self.blocks.num_used == sum(self.covered.values()) == 13 - self.blocks.num_free
         assert self.blocks.utilization == self.blocks.num_used / 13
+        have = {name: 3 * count - 2 for name, count in self.covered.items() if count}
+        empty = 2 * len(have) / (3 * self.blocks.num_used) if have else 0.0
+        assert self.blocks.fragmentation(have) == pytest.approx(empty)
 
 
 TestBlockManagerMachine = BlockManagerMachine.TestCase

@@ -199,14 +199,16 @@ NUMBERS: dict[str, st.SearchStrategy[Any]] = {
     "max_num_seqs": st.integers(1, 8), "max_num_batched_tokens": st.sampled_from([1, 5, 16, 64, 512]),
     "max_passes": st.integers(0, 4), "num_draft_tokens": st.integers(1, 5), "max_waiting": st.integers(16, 32),
     "max_waiting_tokens": st.integers(2048, 4096), "max_model_len": st.integers(LONGEST - 1, LONGEST),
-    "gpu_memory_utilization": st.floats(0.6, 1.0),
+    "gpu_memory_utilization": st.floats(0.6, 1.0), "watermark": st.sampled_from([0.0, 0.05, 0.3]),
+    "watermark_high": st.sampled_from([0.0, 0.5]),
 }  # fmt: skip
+ALL_PAGES = st.sampled_from([0, LONGEST // SIZE, 500]).map(lambda pages: {"sparse_pages": pages})
 NEEDS_ANOTHER_MODEL = {("speculative", "draft")}
 
 
 def one_change() -> st.SearchStrategy[dict[str, Any]]:
-    """One lossless toggle and one of its values."""
-    made = []
+    """One lossless toggle and one of its values, or so many pages that nothing is left out."""
+    made = [ALL_PAGES]
     for toggle in toggles():
         if not toggle.lossless:
             continue

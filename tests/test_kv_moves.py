@@ -10,7 +10,7 @@ import torch
 import strata_lab.scheduler as scheduler_module
 from strata_lab.batch import ScheduledBatch
 from strata_lab.engine import LLMEngine
-from strata_lab.kv_cache import KV_DTYPES, HostBlocks, KVCache
+from strata_lab.kv_cache import KV_DTYPES, HostBlocks, KVCache, block_bytes
 from strata_lab.model_config import ModelConfig
 from strata_lab.models.presets import PRESETS
 from strata_lab.preemption import SwapToHost
@@ -25,10 +25,11 @@ def geometry() -> ModelConfig:
     return next(iter(PRESETS.values()))
 
 
-def filled(kv_format: str, num_blocks: int = 9) -> tuple[KVCache, torch.Tensor]:
+def filled(kv_format: str, num_blocks: int = 9, bounds: bool = True) -> tuple[KVCache, torch.Tensor]:
     """A pool of random bits, and what each block holds."""
     config = ModelConfig(**{**vars(geometry()), "num_layers": 3, "num_kv_heads": 2, "head_dim": 8})
     kv = KVCache(config, num_blocks, 8, kv_format, CPU)
+    kv = kv.with_bounds() if bounds else kv
     content = torch.randint(-(2**62), 2**62, (num_blocks, *kv.block_words))
     kv.write_blocks(range(num_blocks), content)
     return kv, content
@@ -38,14 +39,29 @@ def batch(**moves: Any) -> ScheduledBatch:
     return ScheduledBatch([], [], 0, 0, **moves)
 
 
+@pytest.mark.parametrize("bounds", [False, True])
 @pytest.mark.parametrize("kv_format", KV_DTYPES)
-def test_a_block_is_its_slots_in_every_layer(kv_format: str) -> None:
-    kv, content = filled(kv_format)
+def test_a_block_is_its_slots_in_every_layer_and_its_bounds(kv_format: str, bounds: bool) -> None:
+    kv, content = filled(kv_format, bounds=bounds)
     for layer in range(3):
-        for half, pool in enumerate((kv.layer(layer).k, kv.layer(layer).v)):
-            for block in range(9):
-                assert torch.equal(pool[block].flatten().view(torch.int64), content[block, half, layer])
+        mine = kv.layer(layer)
+        parts = [mine.k, mine.v, *([] if mine.bounds is None else [mine.bounds])]
+        assert len(parts) == 2 + bounds
+        for block in range(9):
+            words = torch.cat([part[block].flatten().view(torch.int64) for part in parts])
+            assert torch.equal(words, content[block, layer])
     assert torch.equal(kv.read_blocks([4, 1]), content[[4, 1]])
+
+
+def test_room_for_bounds_is_made_once_and_leaves_keys_and_values_where_they_are() -> None:
+    kv, _ = filled("bf16", bounds=False)
+    more = kv.with_bounds()
+    assert more.with_bounds() is more and not kv.has_bounds
+    assert more.layer(1).k.data_ptr() == kv.layer(1).k.data_ptr()
+    assert more.layer(1).bounds.shape == (9, 2, 2, 8)
+    assert (more.nbytes - kv.nbytes) * 8 == kv.nbytes, "a key and a value more for a block of 8"
+    config = ModelConfig(**{**vars(geometry()), "num_layers": 3, "num_kv_heads": 2, "head_dim": 8})
+    assert [block_bytes(config, 8, "bf16", on) * 9 for on in (False, True)] == [kv.nbytes, more.nbytes]
 
 
 @pytest.mark.parametrize("kv_format", KV_DTYPES)

@@ -34,6 +34,7 @@ def our_logits(folder, tokens: list[int], *, slices: tuple[int, ...], **options)
                 slot_mapping=torch.tensor([table[p // size] * size + p % size for p in range(start, stop)]),
                 block_tables=torch.tensor([table], dtype=torch.int32),
                 seq_lens=torch.tensor([stop], dtype=torch.int32),
+                prompt_lens=torch.tensor([len(tokens)], dtype=torch.int32),
                 cu_seqlens_q=torch.tensor([0, count], dtype=torch.int32),
                 sample_rows=torch.arange(count),
                 max_q_len=count,

@@ -17,9 +17,10 @@ from strata_lab.admission import (
     MixedPrefill,
     SplitPrefill,
     StaticAdmission,
+    Watermark,
 )
 from strata_lab.block_manager import BlockManager
-from strata_lab.kv_retention import SinksAndWindow
+from strata_lab.kv_retention import SinksAndWindow, TopPages
 from strata_lab.preemption import Recompute, SwapToHost
 from strata_lab.prefix_cache import NoPrefixCache, PrefixCache
 from strata_lab.request import Request, RequestState
@@ -32,17 +33,18 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         num_blocks=st.integers(6, 14), budget=st.integers(1, 20), seats=st.integers(1, 6), growth=st.integers(0, 2),
-        cached=st.booleans(), swap=st.sampled_from([None, 2, 7, 40]), kept=st.sampled_from([(), (), (2, 5), (0, 9)]),
+        cached=st.booleans(), swap=st.sampled_from([None, 2, 7, 40]),
+        kept=st.sampled_from([None, None, SinksAndWindow(2, 5), SinksAndWindow(0, 9), TopPages(4, 3)]),
     )  # fmt: skip
     def start(
         self, num_blocks: int, budget: int, seats: int, growth: int, cached: bool, swap: int | None,
-        kept: tuple[int, ...],
+        kept: SinksAndWindow | TopPages | None,
     ) -> None:  # fmt: skip
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(scheduler_module, "GROWTH_BLOCKS", growth)  # the laws hold for any; 0 evicts the most
         self.scheduler, self.model = make(
             num_blocks, 3, max_num_batched_tokens=budget, max_num_seqs=seats, max_model_len=40, max_waiting=8,
-            cached=cached, preemption=preemption(swap), retention=SinksAndWindow(*kept) if kept else None,
+            cached=cached, preemption=preemption(swap), retention=kept,
         )  # fmt: skip
         self.added: list[Request] = []
 
@@ -153,13 +155,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         lookahead=st.integers(0, 9),
         order=st.sampled_from([FirstComeFirstServed, HighestPriorityFirst]),
         passes=st.sampled_from([0, 1, 5]),
+        marks=st.sampled_from([(0.0, 0.0), (0.2, 0.2), (0.0, 0.6), (0.3, 0.9)]),
     )
     def configure(
-        self, seats: int, budget: int, admission: type[Any], prefill: Any, lookahead: int, order: type[Any], passes: int
+        self, seats: int, budget: int, admission: type[Any], prefill: Any, lookahead: int, order: type[Any],
+        passes: int, marks: tuple[float, float],
     ) -> None:  # fmt: skip
         self.scheduler.configure(
             max_num_seqs=seats, max_num_batched_tokens=budget, admission=admission(), prefill=prefill,
-            lookahead=lookahead, order=order(), max_passes=passes,
+            lookahead=lookahead, order=order(), max_passes=passes, watermark=Watermark(*marks),
         )  # fmt: skip
 
     @rule(cached=st.booleans())
@@ -223,7 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def texts_are_undisturbed(self) -> None:
         for r in self.added:
-            expected = undisturbed(r, 40, self.scheduler.blocks.retention.setting)
+            expected = undisturbed(r, 40, self.scheduler.blocks.retention)
             if r.finish_reason == "length":
                 assert r.output_token_ids == expected
             assert r.output_token_ids == expected[: r.num_output_tokens]

@@ -21,11 +21,14 @@ from strata_lab.admission import (
     StaticAdmission,
 )
 from strata_lab.batch import Pairs
+from strata_lab.kv_retention import SinksAndWindow, TopPages
 from strata_lab.preemption import SwapToHost
 from strata_lab.roster import Roster
 from tests.test_scheduler_machine import SchedulerMachine
 
 SEEDS, ACTIONS = 24, 220
+KEPT = [None, None, None, None, SinksAndWindow(2, 5), SinksAndWindow(0, 9), TopPages(4, 3)]
+MARKS = [(0.0, 0.0), (0.0, 0.0), (0.2, 0.2), (0.0, 0.5)]
 WEIGHTS = {
     "add": 30, "step": 40, "fork": 14, "abort": 4, "abort_while": 2, "configure": 3, "held": 4, "swap": 1, "cache": 1,
     "drop": 1, "pool": 1, "move": 2,
@@ -41,7 +44,7 @@ class Soak:
         r = self.random
         self.machine.start(
             num_blocks=r.randint(8, 14), budget=r.choice([4, 9, 20]), seats=r.randint(3, 6), growth=r.choice([0, 0, 1]),
-            cached=r.random() < 0.5, swap=r.choice([2, 7, 40, 40]), kept=r.choice([(), (), (), (), (2, 5), (0, 9)]),
+            cached=r.random() < 0.5, swap=r.choice([2, 7, 40, 40]), kept=r.choice(KEPT),
         )  # fmt: skip
         self.machine.scheduler.configure(order=r.choice([FirstComeFirstServed, HighestPriorityFirst])())
 
@@ -73,8 +76,9 @@ class Soak:
             prefill = r.choice([MixedPrefill(), SplitPrefill(3)])
             order = r.choice([FirstComeFirstServed, HighestPriorityFirst])
             m.configure(
-                r.randint(1, 6), r.randint(1, 20), admission, prefill, r.choice([0, 5]), order, r.choice([0, 5])
-            )
+                r.randint(1, 6), r.randint(1, 20), admission, prefill, r.choice([0, 5]), order, r.choice([0, 5]),
+                r.choice(MARKS),
+            )  # fmt: skip
         elif action == "swap":
             m.switch_preemption(r.choice([None, 2, 7, 40, 40]))
         elif action == "cache":
@@ -96,7 +100,10 @@ class Soak:
         for _ in range(ACTIONS):
             self.act()
         scheduler = self.machine.scheduler
-        self.seen["windows"] += bool(scheduler.blocks.retention.setting)
+        kept = scheduler.blocks.retention
+        self.seen["windows"] += isinstance(kept, SinksAndWindow)
+        self.seen["pages"] += isinstance(kept, TopPages)
+        self.seen["closures"] += scheduler.watermark.num_closures
         self.seen["evicted"] += scheduler.num_preemptions
         self.seen["recomputed"] += scheduler.num_recomputed_tokens
         self.seen["cached"] += scheduler.blocks.num_hit_tokens
@@ -124,6 +131,7 @@ def test_everything_meets_everything_and_nothing_is_wrong_or_lost(monkeypatch: p
         Soak(seed, seen).run()
     least = {
         "evicted": 300, "out": 300, "back": 200, "part kept": 20, "copies": 60, "recomputed": 300,
-        "cached": 300, "finished": 300, "moved": 50, "evicted by a smaller pool": 10, "windows": 5,
+        "cached": 300, "finished": 300, "moved": 50, "evicted by a smaller pool": 10, "windows": 3,
+        "pages": 2, "closures": 10,
     }  # fmt: skip
     assert all(seen[name] >= n for name, n in least.items()), seen

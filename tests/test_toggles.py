@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 OTHER: dict[str, Any] = {
     "max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 64, "gpu_memory_utilization": 0.5,
     "scheduling_policy": "priority", "max_passes": 0, "preemption": "swap", "max_waiting": 8, "max_waiting_tokens": 64,
-    "thermal_governor": "pace",
+    "thermal_governor": "pace", "watermark": 0.2, "watermark_high": 0.5,
     "speculative": "ngram", "num_draft_tokens": 3,
 }  # fmt: skip
 # Root mean square error of logits over that of the logits themselves, on random weights: each format's rounding,
@@ -66,7 +66,8 @@ def test_lossless_toggles_keep_the_greedy_tokens(toggle: Toggle, folder, expecte
 
 def test_every_lossy_toggle_has_a_bound() -> None:
     lossy = {t.name: set(t.choices) for t in toggles() if not t.lossless}
-    by_mask = {"kv_window": set(), "kv_sinks": set()}  # what they compute is defined exactly: tests/test_kv_window.py
+    # what these compute is defined exactly: tests/test_kv_window.py, tests/test_sparse_pages.py
+    by_mask = {"kv_window": set(), "kv_sinks": set(), "sparse_pages": set()}
     assert lossy == {"weight_format": set(BOUNDS), "kv_cache_dtype": set(KV_BOUNDS)} | by_mask
     assert set(BOUNDS) == set(WEIGHT_FORMATS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Rec = Mapping[str, Any]
@@ -17,25 +17,53 @@ AFTER = {"recovery_s": "the same storm, after its end: seconds until a first tok
 BAR = "bar_"
 
 
-def long_context_table(records: Sequence[Rec]) -> str:
-    """What a window costs on two texts, with positions kept and rotated."""
+def long_context_table(records: Sequence[Rec]) -> tuple[str, Rec]:
+    """What a window costs on two texts, with positions kept and rotated; and a record whose conditions hold for it."""
+    windows = [r for r in records if "kv_window" in r["conditions"]]
+
+    def row(r: Rec) -> str:
+        c = r["conditions"]
+        return f"{c['kv_sinks']}, {c['kv_window']}" + (" rotated" if r["name"].endswith(":rotated") else "")
+
+    return _quality_table(windows, "sinks, window", row), windows[0]
+
+
+def pages_table(records: Sequence[Rec]) -> tuple[str, Rec]:
+    """What a choice of blocks costs on two texts."""
+    pages = [r for r in records if "sparse_pages" in r["conditions"]]
+    size = pages[0]["conditions"]["block_size"]
+    return _quality_table(pages, f"blocks of {size}", lambda r: str(r["conditions"]["sparse_pages"])), pages[0]
+
+
+def _quality_table(records: Sequence[Rec], what: str, name: Callable[[Rec], str]) -> str:
     c, m = records[0]["conditions"], records[0]["metrics"]
     head = (
         f"{c['model']}, texts of {m['evaluation_tokens'] + 1} and {m['unseen_tokens'] + 1} tokens, perplexity "
         f"{m['evaluation_reference']:.2f} and {m['unseen_reference']:.2f} with full attention:"
     )
-    lines = [head, "", "| sinks, window | perplexity | KL |", "|---|---|---|"]
+    lines = [head, "", f"| {what} | perplexity | KL |", "|---|---|---|"]
     for r in records:
-        c, m = r["conditions"], r["metrics"]
-        turned = " rotated" if r["name"].endswith(":rotated") else ""
+        m = r["metrics"]
         lines.append(
-            f"| {c['kv_sinks']}, {c['kv_window']}{turned} | {m['evaluation_perplexity']:.2f}, "
-            f"{m['unseen_perplexity']:.2f} | {m['evaluation_kl']:.3f}, {m['unseen_kl']:.3f} |"
+            f"| {name(r)} | {m['evaluation_perplexity']:.2f}, {m['unseen_perplexity']:.2f} | "
+            f"{m['evaluation_kl']:.3f}, {m['unseen_kl']:.3f} |"
         )
     return "\n".join(lines)
 
 
-def scheduling_table(records: Sequence[Rec]) -> str:
+def long_context_speed_table(records: Sequence[Rec]) -> tuple[str, Rec]:
+    """A decode step behind a long prompt, with all of it, windows, and a choice of blocks."""
+    c = records[0]["conditions"]
+    lines = [f"{c['model']} behind {c['context']} tokens, KV in {c['kv_cache_dtype']}, batch 1:", "",
+             "| attended | ms a step | MB read | blocks held |", "|---|---:|---:|---:|"]  # fmt: skip
+    for r in records:
+        m = r["metrics"]
+        what = r["name"].partition("/")[2].replace("/", " ")
+        lines.append(f"| {what} | {m['step_ms']:.1f} | {m['read_bytes_per_token'] / 1e6:.0f} | {m['kv_blocks_held']} |")
+    return "\n".join(lines), records[0]
+
+
+def scheduling_table(records: Sequence[Rec]) -> tuple[str, Rec]:
     """Every bar of the scheduling benchmark with what was measured."""
     lines = ["| what | measured | at most | kept |", "|---|---:|---:|---|"]
     for r in records:
@@ -44,10 +72,10 @@ def scheduling_table(records: Sequence[Rec]) -> str:
             name = key.removeprefix(BAR)
             kept = "yes" if m[name] <= m[key] else "no"
             lines.append(f"| {AFTER.get(name, PARTS[part])} | {m[name]:.2f} | {m[key]:g} | {kept} |")
-    return "\n".join(lines)
+    return "\n".join(lines), records[0]
 
 
-def http_table(records: Sequence[Rec]) -> str:
+def http_table(records: Sequence[Rec]) -> tuple[str, Rec]:
     """What HTTP costs by streams, and how long /health takes while many run."""
     heads = ["streams", "engine, tok/s", "over HTTP", "share of the engine (95% interval)", "share by steps"]
     heads += ["server, us a token", "client, us a token"]
@@ -66,10 +94,10 @@ def http_table(records: Sequence[Rec]) -> str:
                 f"at the 99th percentile and {m['health_max_ms']:.0f} ms at most ({m['num_health']} asked)."
             )
             lines += ["", health]
-    return "\n".join(lines)
+    return "\n".join(lines), records[0]
 
 
-def page_table(records: Sequence[Rec]) -> str:
+def page_table(records: Sequence[Rec]) -> tuple[str, Rec]:
     """What the open page costs the engine, how soon a switch takes effect, and how long the start takes."""
     by_name = {r["name"].partition("/")[2]: r for r in records}
     lines = ["| what | measured | bar |", "|---|---:|---:|"]
@@ -85,10 +113,10 @@ def page_table(records: Sequence[Rec]) -> str:
     lines.append(f"| from a click to its effect while 8 streams run, median and 95th percentile | {found} | 1000 ms |")
     took_s = by_name["start"]["metrics"]["first_token_s"]
     lines.append(f"| from `make lab` to the first text on the page | {took_s:.0f} s | 40 s |")
-    return "\n".join(lines)
+    return "\n".join(lines), records[0]
 
 
-def leak_table(records: Sequence[Rec]) -> str:
+def leak_table(records: Sequence[Rec]) -> tuple[str, Rec]:
     """Readings of the watched page: first, last, and what they change by in a minute."""
     m = records[0]["metrics"]
     names = [key.removeprefix("first_") for key in m if key.startswith("first_")]
@@ -98,4 +126,4 @@ def leak_table(records: Sequence[Rec]) -> str:
         first, last, change = m[f"first_{name}"], m[f"last_{name}"], m[f"{name}_per_minute"]
         form = ".1f" if name.endswith("_mb") else ".0f"
         lines.append(f"| {name.replace('_', ' ')} | {first:{form}} | {last:{form}} | {change:+.2f} |")
-    return "\n".join(lines)
+    return "\n".join(lines), records[0]

@@ -34,6 +34,8 @@ _FUNCTIONS = {
     "paged_attention": ("paged_attention_cpu", "attention:paged_attention_triton"),
     "qkv_rope_append": ("qkv_rope_append_cpu", "elementwise:qkv_rope_append_triton"),
     "qkv_attention": ("qkv_attention_cpu", "attention:qkv_attention_triton"),
+    "page_bounds": ("page_bounds_cpu", "sparse_attention:page_bounds_triton"),
+    "sparse_attention": ("sparse_attention_cpu", "sparse_attention:sparse_attention_triton"),
     "router_topk": ("router_topk_ref", "moe:router_topk_triton"),
     "moe_mlp": ("moe_mlp_cpu", "moe:moe_mlp_triton"),
     "moe_block": ("moe_block_cpu", "moe:moe_block_triton"),
@@ -49,7 +51,8 @@ OPERATORS: dict[str, dict[str, str]] = {
     for name, (cpu, triton) in _FUNCTIONS.items()
 }
 # Backend -> operator -> what replaces it where a row's result must be the same, to the last bit, whatever is computed
-# beside it. The other functions of a backend keep that promise anyway (docs/decisions/0015-batch-invariant-mode.md).
+# beside it. The other functions of a backend keep that promise anyway (docs/decisions/0015-batch-invariant-mode.md),
+# except `sparse_attention` outside of C++, which `resolve.py` refuses in that mode.
 _BY_ROW = ("rms_norm", "silu_mul", "linear", "lm_head", "paged_attention", "qkv_rope_append", "qkv_attention",
            "router_topk", "moe_mlp", "moe_block")  # fmt: skip
 _INVARIANT = {
@@ -81,6 +84,8 @@ class Ops:
     paged_attention: Callable[..., Tensor]
     qkv_rope_append: Callable[..., Tensor]
     qkv_attention: Callable[..., Tensor]
+    page_bounds: Callable[..., None]
+    sparse_attention: Callable[..., Tensor]
     router_topk: Callable[..., tuple[Tensor, Tensor]]
     moe_mlp: Callable[..., Tensor]
     moe_block: Callable[..., Tensor]

@@ -30,7 +30,7 @@ kv head, chunk), prefills by (request, kv head, query block).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,44 +57,53 @@ def paged_attention_ref(
     window: int = 0,
 ) -> Tensor:
     """Attention of q [T, H, D] over the cached keys and values; see the module's contract."""
-    some = (sinks, window)
 
-    def cached(table: Tensor) -> tuple[Tensor, Tensor]:
-        return _gather(k_cache, table, k_scale, q.dtype), _gather(v_cache, table, v_scale, q.dtype)
+    def rows(queries: Tensor, positions: Tensor, some: slice) -> Tensor:
+        table = block_tables[some]
+        k, v = gather(k_cache, table, k_scale, q.dtype), gather(v_cache, table, v_scale, q.dtype)
+        slots, here = torch.arange(k.shape[1], device=q.device), positions[:, :, None]
+        visible = slots <= here  # [B, Q, S]
+        if window:
+            visible &= (slots < sinks) | (slots > here - window)
+        return attend(queries, k, v, visible[:, None], scale)
 
+    return by_request(rows, q, seq_lens, cu_seqlens_q, max_q_len)
+
+
+def by_request(
+    rows: Callable[[Tensor, Tensor, slice], Tensor], q: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, max_q_len: int
+) -> Tensor:
+    """A result for every row of q [T, H, D]: `rows` of one request at a time, or of a decode batch at once.
+
+    `rows` gets queries [B, Q, H, D], their positions [B, Q] (-1: sees nothing) and which requests they are.
+    """
     if max_q_len == 1:
-        return _attend(q[:, None], *cached(block_tables), seq_lens[:, None] - 1, scale, *some)[:, 0]
+        return rows(q[:, None], seq_lens[:, None] - 1, slice(None))[:, 0]
     out = q.new_zeros(q.shape[0] + 1, *q.shape[1:])  # the last row takes what lies past a request's queries
     steps = torch.arange(max_q_len, device=q.device)
-    for b in range(block_tables.shape[0]):
+    for b in range(seq_lens.shape[0]):
         q_len = cu_seqlens_q[b + 1] - cu_seqlens_q[b]
         inside = steps < q_len
-        rows = torch.where(inside, cu_seqlens_q[b] + steps, q.shape[0])
+        index = torch.where(inside, cu_seqlens_q[b] + steps, q.shape[0])
         positions = torch.where(inside, seq_lens[b] - q_len + steps, -1)
-        queries = q[rows.clamp(max=q.shape[0] - 1)]
-        out[rows] = _attend(queries[None], *cached(block_tables[b : b + 1]), positions[None], scale, *some)[0]
+        queries = q[index.clamp(max=q.shape[0] - 1)]
+        out[index] = rows(queries[None], positions[None], slice(b, b + 1))[0]
     return out[:-1]
 
 
-def _gather(cache: Tensor, block_tables: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def gather(cache: Tensor, block_tables: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Cached rows in order of position, [B, max_blocks * BS, Hkv, D], float32 at least."""
     blocks = cache[block_tables.clamp(0, cache.shape[0] - 1).long()]  # [B, max_blocks, BS, Hkv, D]
     return blocks.flatten(1, 2).to(torch.promote_types(dtype, torch.float32)) * scale
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, sinks: int = 0, window: int = 0
-) -> Tensor:
-    """q [B, Q, H, D] at `positions` [B, Q] (-1: sees nothing) over k and v [B, S, Hkv, D] -> [B, Q, H, D]."""
-    slots = torch.arange(k.shape[1], device=q.device)
-    visible = slots <= positions[:, :, None]  # [B, Q, S]
-    if window:
-        visible &= (slots < sinks) | (slots > positions[:, :, None] - window)
-    used = visible.any(dim=1)[:, :, None, None]  # [B, S, 1, 1]
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """q [B, Q, H, D] over k and v [B, S, Hkv, D] where `visible` [B, Hkv or 1, Q, S] -> [B, Q, H, D]."""
+    used = visible.any(dim=2).transpose(1, 2)[..., None]  # [B, S, Hkv or 1, 1]
     k, v = torch.where(used, k, 0.0), torch.where(used, v, 0.0)
     grouped = q.to(k.dtype).unflatten(2, (k.shape[2], -1))  # [B, Q, Hkv, G, D]
     scores = torch.einsum("bqhgd,bshd->bhgqs", grouped, k) * scale
-    scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
+    scores = scores.masked_fill(~visible[:, :, None], -torch.inf)
     highest = scores.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
     weights = torch.exp(scores - highest)  # [B, Hkv, G, Q, S]
     weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)

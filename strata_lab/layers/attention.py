@@ -7,6 +7,7 @@ through the fused operators. `build.py` picks one; neither knows about formats, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -28,6 +29,7 @@ class StepContext:
         max_q_len: most tokens of one request in this step; 1 for a pure decode step.
         apart: the rows of a request stand as several requests of one token, so that every key and value of the step
             must be written before any row reads them.
+        prompt_lens: tokens of each request that are its prompt, [B] int32; None where all attention is dense.
     """
 
     cos: Tensor
@@ -38,6 +40,7 @@ class StepContext:
     cu_seqlens_q: Tensor
     max_q_len: int
     apart: bool = False
+    prompt_lens: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -47,19 +50,67 @@ class LayerKV:
     Attributes:
         k, v: [num_blocks, block_size, Hkv, D].
         k_scale, v_scale: stored value = value / scale.
+        bounds: smallest and largest key of each block, [num_blocks, Hkv, 2, D]; None where nobody chooses blocks.
     """
 
     k: Tensor
     v: Tensor
     k_scale: float
     v_scale: float
+    bounds: Tensor | None = None
+
+
+class Reading(Protocol):
+    """How much of the cache attention reads, once this step's keys and values are in it.
+
+    Attributes:
+        joins: whether it may be one operator with what comes before.
+    """
+
+    joins: bool
+
+    def __call__(self, ops: Ops, q: Tensor, step: StepContext, kv: LayerKV, scale: float) -> Tensor:
+        """q [T, H, D] -> [T, H, D]."""
+        ...
+
+
+class ReadAll:
+    """All that the operator shows."""
+
+    joins = True
+
+    def __call__(self, ops: Ops, q: Tensor, step: StepContext, kv: LayerKV, scale: float) -> Tensor:
+        """Dense attention."""
+        return ops.paged_attention(
+            q, kv.k, kv.v, step.block_tables, step.seq_lens, step.cu_seqlens_q,
+            max_q_len=step.max_q_len, scale=scale, k_scale=kv.k_scale, v_scale=kv.v_scale,
+        )  # fmt: skip
+
+
+READ_ALL = ReadAll()
+
+
+@dataclass(frozen=True)
+class ReadPages:
+    """For a token of an answer only the `pages` blocks that promise most (`kernels/sparse_attention.py`)."""
+
+    pages: int
+    joins = False
+
+    def __call__(self, ops: Ops, q: Tensor, step: StepContext, kv: LayerKV, scale: float) -> Tensor:
+        """Bound the blocks that were written, then attend."""
+        ops.page_bounds(kv.k, kv.bounds, step.slot_mapping)
+        return ops.sparse_attention(
+            q, kv.k, kv.v, kv.bounds, step.block_tables, step.seq_lens, step.cu_seqlens_q, step.prompt_lens,
+            max_q_len=step.max_q_len, scale=scale, k_scale=kv.k_scale, v_scale=kv.v_scale, pages=self.pages,
+        )  # fmt: skip
 
 
 class PlainAttention:
     """norm, q, k, v, QK-norm, RoPE, cache write, attention, projection, residual: one operator each."""
 
-    def __init__(self, config: ModelConfig, ops: Ops) -> None:
-        self.config, self.ops = config, ops
+    def __init__(self, config: ModelConfig, ops: Ops, reading: Reading = READ_ALL) -> None:
+        self.config, self.ops, self.reading = config, ops, reading
         self.scale = config.head_dim**-0.5
 
     def __call__(self, x: Tensor, w: AttentionWeights, step: StepContext, kv: LayerKV) -> Tensor:
@@ -73,10 +124,7 @@ class PlainAttention:
             q, k = ops.rms_norm(q, w.q_norm, c.rms_norm_eps), ops.rms_norm(k, w.k_norm, c.rms_norm_eps)
         q, k = ops.rope(q, step.cos, step.sin), ops.rope(k, step.cos, step.sin)
         ops.kv_append(k, v, kv.k, kv.v, step.slot_mapping, kv.k_scale, kv.v_scale)
-        out = ops.paged_attention(
-            q, kv.k, kv.v, step.block_tables, step.seq_lens, step.cu_seqlens_q,
-            max_q_len=step.max_q_len, scale=self.scale, k_scale=kv.k_scale, v_scale=kv.v_scale,
-        )  # fmt: skip
+        out = self.reading(ops, q, step, kv, self.scale)
         return ops.add(x, ops.linear(out.reshape(x.shape[0], -1), w.out))
 
     def _project(self, h: Tensor, w: AttentionWeights, start: int, stop: int) -> Tensor:
@@ -87,8 +135,8 @@ class PlainAttention:
 class FusedAttention:
     """norm+QKV, QK-norm+RoPE+cache write+attention, projection+residual: three operators."""
 
-    def __init__(self, config: ModelConfig, ops: Ops) -> None:
-        self.config, self.ops = config, ops
+    def __init__(self, config: ModelConfig, ops: Ops, reading: Reading = READ_ALL) -> None:
+        self.config, self.ops, self.reading = config, ops, reading
         self.scale = config.head_dim**-0.5
 
     def __call__(self, x: Tensor, w: AttentionWeights, step: StepContext, kv: LayerKV) -> Tensor:
@@ -96,16 +144,15 @@ class FusedAttention:
         c, ops = self.config, self.ops
         qkv = ops.linear(x, w.qkv, w.qkv_bias, norm_weight=w.norm, norm_eps=c.rms_norm_eps)
         written = (w.q_norm, w.k_norm, c.rms_norm_eps, kv.k, kv.v, step.slot_mapping)
-        read = (step.block_tables, step.seq_lens, step.cu_seqlens_q)
-        scales = {"max_q_len": step.max_q_len, "scale": self.scale, "k_scale": kv.k_scale, "v_scale": kv.v_scale}
-        if step.apart:
+        if step.apart or not self.reading.joins:
             q = ops.qkv_rope_append(
                 qkv, step.cos, step.sin, *written, c.num_q_heads, c.num_kv_heads, kv.k_scale, kv.v_scale
             )
-            out = ops.paged_attention(q, kv.k, kv.v, *read, **scales).reshape(x.shape[0], -1)
+            out = self.reading(ops, q, step, kv, self.scale).reshape(x.shape[0], -1)
         else:
             out = ops.qkv_attention(
-                qkv, step.cos, step.sin, *written, *read, num_q_heads=c.num_q_heads, num_kv_heads=c.num_kv_heads,
-                **scales,
+                qkv, step.cos, step.sin, *written, step.block_tables, step.seq_lens, step.cu_seqlens_q,
+                num_q_heads=c.num_q_heads, num_kv_heads=c.num_kv_heads, max_q_len=step.max_q_len, scale=self.scale,
+                k_scale=kv.k_scale, v_scale=kv.v_scale,
             )  # fmt: skip
         return ops.linear(out, w.out, residual=x)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from strata_lab.kernels import Ops
-from strata_lab.layers.attention import FusedAttention, LayerKV, PlainAttention, StepContext
+from strata_lab.layers.attention import READ_ALL, FusedAttention, LayerKV, PlainAttention, Reading, StepContext
 from strata_lab.layers.mlp import FusedMlp, PlainMlp
 from strata_lab.layers.weights import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights
 from strata_lab.model_config import ModelConfig
@@ -143,13 +143,15 @@ class CausalLM:
         ops: bound operators.
         rotary: (cos, sin) tables, [max_position, D/2] each.
         fused: which composition of operators a layer is.
+        reading: how much of the cache attention reads; by default all of it.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, ops: Ops, rotary: tuple[Tensor, Tensor], *, fused: bool
-    ) -> None:
+        self, config: ModelConfig, weights: ModelWeights, ops: Ops, rotary: tuple[Tensor, Tensor], *, fused: bool,
+        reading: Reading = READ_ALL,
+    ) -> None:  # fmt: skip
         self.config, self.weights, self.ops, self.rotary = config, weights, ops, rotary
-        self.attention = (FusedAttention if fused else PlainAttention)(config, ops)
+        self.attention = (FusedAttention if fused else PlainAttention)(config, ops, reading)
         self.mlp: Callable[[Tensor, MlpWeights | MoeWeights], Tensor] = (FusedMlp if fused else PlainMlp)(config, ops)
 
     def embed(self, input_ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -28,6 +28,7 @@ _GAUGES = (
     ("num_running", "vllm:num_requests_running", "Requests that have a place in the batch."),
     ("num_waiting", "vllm:num_requests_waiting", "Requests in the queue, preempted ones included."),
     ("num_waiting_tokens", "strata:waiting_tokens", "Tokens of the requests in the queue."),
+    ("admission_closed", "strata:admission_closed", "1 while newcomers wait until the high watermark is free."),
     ("output_tok_s", "strata:output_tokens_per_second", "Tokens of all requests in the last second."),
     ("kv_blocks_used", "strata:kv_blocks_used", "KV blocks that some request holds."),
     ("kv_blocks_total", "strata:kv_blocks", "KV blocks of the pool."),
@@ -44,6 +45,7 @@ _COUNTERS = (
     ("prefix_asked_tokens", "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache."),
     ("prefix_hit_tokens", "vllm:prefix_cache_hits", "Tokens found in the prefix cache."),
     ("num_recomputed_tokens", "strata:recomputed_tokens", "Computed tokens that preemption threw away."),
+    ("num_closures", "strata:admission_closures", "Times that the pool ran short and admission was closed."),
     ("num_steps", "strata:steps", "Steps of the engine."),
 )
 

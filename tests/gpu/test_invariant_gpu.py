@@ -67,6 +67,20 @@ def test_without_the_mode_the_batch_does_change_bits(folder: Any) -> None:
         assert said(engine.generate([TEXT], PARAMS)[0]) != crowded(engine)
 
 
+def test_pages_keep_their_tokens_captured_and_ahead_of_the_host(folder: Any) -> None:
+    """The choice of blocks inside a graph that feeds its own tokens back, in a pool that preempts."""
+    greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    some = {"device": "cuda", "dtype": "float32", "max_model_len": 128, "block_size": 8, "sparse_pages": 5}
+    texts = [prompt(i, 30 + 7 * i) for i in range(4)]
+    with LLMEngine(folder, **some, num_kv_blocks=512, cuda_graph=False, prefix_cache=False) as engine:
+        alone = [engine.generate([t], greedy)[0].token_ids for t in texts]
+        assert engine.apply(sparse_pages=0).ok
+        assert [engine.generate([t], greedy)[0].token_ids for t in texts] != alone, "the choice is seen in the tokens"
+    with LLMEngine(folder, **some, num_kv_blocks=40, max_num_batched_tokens=16) as engine:
+        assert [o.token_ids for o in engine.generate(texts, greedy)] == alone
+        assert engine.stats().kv_blocks_used == 0
+
+
 def test_a_window_keeps_its_tokens_captured_and_ahead_of_the_host(folder: Any) -> None:
     """Sinks and a window through the decode kernel, running ahead, while blocks behind the window are given away."""
     greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)

@@ -54,6 +54,7 @@ def logits(folder: Any, backend: str, device: torch.device, *, fused: bool, weig
                 input_ids=ids[start:stop], positions=positions, slot_mapping=positions + BLOCK_SIZE,
                 block_tables=torch.tensor([[1, 2, 3]], dtype=torch.int32, device=device),
                 seq_lens=torch.tensor([stop], dtype=torch.int32, device=device),
+                prompt_lens=torch.tensor([PROMPT], dtype=torch.int32, device=device),
                 cu_seqlens_q=torch.tensor([0, stop - start], dtype=torch.int32, device=device),
                 sample_rows=torch.arange(stop - start, device=device), max_q_len=stop - start,
             )  # fmt: skip

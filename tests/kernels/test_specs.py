@@ -16,7 +16,7 @@ from strata_lab.kernels.cpu.packing import unpack
 from strata_lab.kernels.spec import Case, KernelSpec
 from strata_lab.quant.base import LinearWeight
 
-WRITES_CACHE = {"kv_append", "qkv_rope_append", "qkv_attention"}
+WRITES_CACHE = {"kv_append", "qkv_rope_append", "qkv_attention", "page_bounds"}
 
 
 def implementations(spec: KernelSpec) -> list[str]:

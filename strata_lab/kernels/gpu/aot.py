@@ -32,6 +32,7 @@ MODULES = (
     "linear",
     "attention_decode",
     "attention_prefill",
+    "sparse_attention",
     "elementwise",
     "moe",
     "sampling",
