@@ -1,0 +1,167 @@
+"""Two settings of one engine in turns, a few tokens each: what tells a difference of 3% from a busy machine.
+
+The same requests run twice in one engine, once under either setting, and only one copy of them is there at a time: a
+few tokens under the first setting, then as many under the second, then the other way round. Two such segments compute
+the same tokens behind texts of the same length, a fraction of a second apart, so what else the machine does meets both
+alike. `ratio_interval` says how sure the sum of such pairs is. It knows no workload and writes no record.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from strata_lab.bench.measure import RunFailed
+from strata_lab.events import StepEvent
+from strata_lab.intake import Prompt
+from strata_lab.sampling_params import SamplingParams
+
+SEGMENT_TOKENS = 8  # of each request
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Steps of one side, one after the other.
+
+    Attributes:
+        tokens: that the requests got, together.
+        ms: wall time.
+        whole: all requests decoded in every step.
+    """
+
+    tokens: int
+    ms: float
+    whole: bool = True
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same piece of the same texts on both sides."""
+
+    off: Segment
+    on: Segment
+
+    @property
+    def ratio(self) -> float:
+        """Speed with over speed without."""
+        return speed_ratio([self])
+
+
+def speed_ratio(pairs: Sequence[Pair]) -> float:
+    """Tokens per second with over tokens per second without, over all pairs together."""
+    on = sum(pair.on.tokens for pair in pairs) / sum(pair.on.ms for pair in pairs)
+    return on * sum(pair.off.ms for pair in pairs) / sum(pair.off.tokens for pair in pairs)
+
+
+def ratio_interval(pairs: Sequence[Pair], confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Where `speed_ratio` lies if such pairs are drawn again: the middle `confidence` of resamples (bootstrap)."""
+    dice = random.Random(len(pairs))
+    found = sorted(speed_ratio(dice.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))
+    cut = round((1 - confidence) / 2 * RESAMPLES)
+    return found[cut], found[-1 - cut]
+
+
+class Side:
+    """A copy of a group of requests under one setting, in an engine whose background loop does not run.
+
+    Args:
+        engine: an open `LLMEngine`, stepped by nobody else.
+        parts: of the setting (`EngineLoop.parts` while it is in force).
+        prompts, params: of the requests.
+
+    Attributes:
+        steps: those of decodes, as they were made.
+    """
+
+    def __init__(self, engine: Any, parts: Any, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
+        self.engine, self.parts = engine, parts
+        self.steps: list[StepEvent] = []
+        self._running: list[Any] = []
+        self._num_tokens = 0
+        self._names = [engine.add_request(prompt, wish) for prompt, wish in zip(prompts, params, strict=True)]
+        sessions = [engine._loop.session(name) for name in self._names]
+        while not all(one.finished or one.request.is_decoding for one in sessions):
+            self._num_tokens += len(self._step().tokens)
+        self._leave()
+
+    @property
+    def texts(self) -> list[tuple[int, ...]]:
+        """Token ids of each request, so far."""
+        return [tuple(self.engine.output(name).token_ids) for name in self._names]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all requests have ended."""
+        return not self._running
+
+    def advance(self, until: int) -> Segment:
+        """Step until the requests have `until` tokens on average, or have ended."""
+        loop = self.engine._loop
+        loop.put_in_force(self.parts, self.engine._builder.new_block_manager, 0.0)
+        loop.scheduler.running[:] = self._running
+        tokens, whole, started = 0, True, time.perf_counter()
+        while self._num_tokens + tokens < until * len(self._names) and loop.scheduler.running:
+            event = self._step()
+            self.steps.append(event)
+            tokens += len(event.tokens)
+            whole = whole and event.num_decode_tokens == len(self._names)
+        ms = (time.perf_counter() - started) * 1e3
+        self._num_tokens += tokens
+        self._leave()
+        return Segment(tokens, ms, whole and tokens > 0)
+
+    def forget(self) -> None:
+        """Drop the requests."""
+        for name in self._names:
+            self.engine.forget(name)
+
+    def _step(self) -> StepEvent:
+        event = self.engine.step()
+        while event is None and self.engine._loop.scheduler.running:  # a prompt that is computed beside the steps
+            event = self.engine.step()
+        if event is None or any(token.error is not None for token in event.tokens):
+            errors = [output.error for output in map(self.engine.output, self._names) if output.error is not None]
+            raise RunFailed(f"requests ended: {'; '.join(errors) or 'no step was left for them'}")
+        return event
+
+    def _leave(self) -> None:
+        """Take the requests out of the scheduler's sight; they keep their blocks."""
+        running = self.engine._loop.scheduler.running
+        self._running = list(running)
+        running.clear()
+
+
+@dataclass
+class Turns:
+    """Both sides of a group, run to their ends.
+
+    Attributes:
+        off, on: the sides.
+        pairs: segments in which all requests decoded on both sides.
+        off_ms, on_ms: wall time until the last request had ended.
+    """
+
+    off: Side
+    on: Side
+    pairs: list[Pair] = field(default_factory=list)
+    off_ms: float = 0.0
+    on_ms: float = 0.0
+
+    def run(self, segment_tokens: int = SEGMENT_TOKENS) -> Turns:
+        """Take turns until all have ended; the side that begins changes from pair to pair."""
+        until, sides = segment_tokens, [self.off, self.on]
+        while not (self.off.finished and self.on.finished):
+            found = {id(side): side.advance(until) for side in sides}
+            off, on = found[id(self.off)], found[id(self.on)]
+            self.off_ms += off.ms
+            self.on_ms += on.ms
+            if off.whole and on.whole:
+                self.pairs.append(Pair(off, on))
+            sides.reverse()
+            until += segment_tokens
+        return self
