@@ -2,25 +2,30 @@
 
 The same requests run twice in one engine, once under either setting, and only one copy of them is there at a time: a
 few tokens under the first setting, then as many under the second, then the other way round. Two such segments compute
-the same tokens behind texts of the same length, a fraction of a second apart, so what else the machine does meets both
-alike. `ratio_interval` says how sure the sum of such pairs is. It knows no workload and writes no record.
+the same tokens behind texts of the same length, milliseconds apart, so what else the machine does meets both alike.
+What it does to one of them alone is told by the time of each step: pairs with a step that took far longer than others
+of as many tokens, on either side, do not count. It knows no workload and writes no record.
 """
 
 from __future__ import annotations
 
 import random
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from strata_lab.batch import ScheduledBatch
 from strata_lab.bench.measure import RunFailed
 from strata_lab.events import StepEvent
 from strata_lab.intake import Prompt
+from strata_lab.request import Request, RequestOutput
 from strata_lab.sampling_params import SamplingParams
 
-SEGMENT_TOKENS = 8  # of each request
-RESAMPLES = 2000
+SEGMENT_TOKENS = 2  # of each request
+DISTURBED = 1.5  # times the median of steps of as many tokens
+RESAMPLES = 1000
 CONFIDENCE = 0.95
 
 
@@ -29,14 +34,19 @@ class Segment:
     """Steps of one side, one after the other.
 
     Attributes:
+        steps: tokens computed in each, and its milliseconds.
         tokens: that the requests got, together.
-        ms: wall time.
         whole: all requests decoded in every step.
     """
 
+    steps: tuple[tuple[int, float], ...]
     tokens: int
-    ms: float
     whole: bool = True
+
+    @property
+    def ms(self) -> float:
+        """Wall time."""
+        return sum(ms for _, ms in self.steps)
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,60 @@ def ratio_interval(pairs: Sequence[Pair], confidence: float = CONFIDENCE) -> tup
     found = sorted(speed_ratio(dice.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))
     cut = round((1 - confidence) / 2 * RESAMPLES)
     return found[cut], found[-1 - cut]
+
+
+def undisturbed_pairs(pairs: Sequence[Pair]) -> list[Pair]:
+    """Those without a step that took `DISTURBED` times what steps of as many tokens take, whichever side it was on.
+
+    All of them, where none is left.
+    """
+    times: dict[int, list[float]] = {}
+    for pair in pairs:
+        for size, ms in (*pair.off.steps, *pair.on.steps):
+            times.setdefault(size, []).append(ms)
+    most = {size: DISTURBED * statistics.median(ms) for size, ms in times.items()}
+    calm = [pair for pair in pairs if all(ms <= most[n] for n, ms in (*pair.off.steps, *pair.on.steps))]
+    return calm or list(pairs)
+
+
+def run_all(engine: Any, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+    """`generate` for an engine whose background loop does not run, and shall not."""
+    names = [engine.add_request(prompt, wish) for prompt, wish in zip(prompts, params, strict=True)]
+    while not all(engine.output(name).finish_reason for name in names):
+        engine.step()
+    outputs = [engine.output(name) for name in names]
+    for name in names:
+        engine.forget(name)
+    if errors := [output.error for output in outputs if output.error is not None]:
+        raise RunFailed(f"requests ended: {'; '.join(errors)}")
+    return outputs
+
+
+class Clocked:
+    """`Speculation` whose own work is timed: `ms` of each step."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.runner = inner, inner.runner
+        self.ms: list[float] = []
+
+    @property
+    def status(self) -> tuple[str, str]:
+        """The inner one's."""
+        status: tuple[str, str] = self.inner.status
+        return status
+
+    def prepare(self, running: Callable[[], Sequence[Request]]) -> None:
+        """Before a step."""
+        started = time.perf_counter()
+        self.inner.prepare(running)
+        self.ms.append(_ms_since(started))
+
+    def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float) -> Any:
+        """After a step."""
+        started = time.perf_counter()
+        observed = self.inner.observe(batch, counts, ms)
+        self.ms[-1] += _ms_since(started)
+        return observed
 
 
 class Side:
@@ -104,16 +168,17 @@ class Side:
         loop = self.engine._loop
         loop.put_in_force(self.parts, self.engine._builder.new_block_manager, 0.0)
         loop.scheduler.running[:] = self._running
-        tokens, whole, started = 0, True, time.perf_counter()
+        tokens, whole, steps = 0, True, []
         while self._num_tokens + tokens < until * len(self._names) and loop.scheduler.running:
+            started = time.perf_counter()
             event = self._step()
+            steps.append((event.num_decode_tokens + sum(len(d.token_ids) for d in event.drafts), _ms_since(started)))
             self.steps.append(event)
             tokens += len(event.tokens)
             whole = whole and event.num_decode_tokens == len(self._names)
-        ms = (time.perf_counter() - started) * 1e3
         self._num_tokens += tokens
         self._leave()
-        return Segment(tokens, ms, whole and tokens > 0)
+        return Segment(tuple(steps), tokens, whole and tokens > 0)
 
     def forget(self) -> None:
         """Drop the requests."""
@@ -134,6 +199,10 @@ class Side:
         running = self.engine._loop.scheduler.running
         self._running = list(running)
         running.clear()
+
+
+def _ms_since(started: float) -> float:
+    return (time.perf_counter() - started) * 1e3
 
 
 @dataclass

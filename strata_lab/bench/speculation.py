@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -32,7 +33,16 @@ from strata_lab.bench.harness import (
     results_path,
     undisturbed,
 )
-from strata_lab.bench.in_turns import Pair, Side, Turns, ratio_interval, speed_ratio
+from strata_lab.bench.in_turns import (
+    Clocked,
+    Pair,
+    Side,
+    Turns,
+    ratio_interval,
+    run_all,
+    speed_ratio,
+    undisturbed_pairs,
+)
 from strata_lab.bench.measure import RunFailed
 from strata_lab.bench.speculation_check import CHECKED_BATCH, CHECKED_DRAFTS, CHECKED_TOKENS, check
 from strata_lab.bench.speculation_report import text_table, verdict_lines
@@ -60,6 +70,7 @@ class Group:
         num_steps, num_drafted: steps with the policy on, and those of them with drafts.
         num_decodes: requests that decoded, summed over these steps.
         num_tokens: what they got.
+        idle_ms: of each step without drafts, what the policy and looking took, and the whole.
     """
 
     pairs: tuple[Pair, ...]
@@ -72,13 +83,17 @@ class Group:
     num_drafted: int
     num_decodes: int
     num_tokens: int
+    idle_ms: tuple[tuple[float, float], ...] = ()
 
 
-def one_group(engine: Any, kind: TextKind, lengths: Mapping[int, int], settings: tuple[Any, Any]) -> Group:
-    """Run requests of a kind together, by number up to their lengths, without and with drafts in turns."""
-    prompts = [kind.prompt(number) for number in lengths]
-    params = [kind.params(number, length) for number, length in lengths.items()]
-    off, on = (Side(engine, parts, prompts, params) for parts in settings)
+def one_group(
+    engine: Any, kind: TextKind, numbers: Sequence[int], length: int, settings: tuple[Any, Any]
+) -> Group:  # fmt: skip
+    """Run requests of a kind together, by number, up to a length, without and with drafts in turns."""
+    prompts = [kind.prompt(number) for number in numbers]
+    params = [kind.params(number, length) for number in numbers]
+    clock = Clocked(settings[1].speculation)
+    off, on = (Side(engine, p, prompts, params) for p in (settings[0], replace(settings[1], speculation=clock)))
     turns = Turns(off, on).run()
     found = Group(
         pairs=tuple(turns.pairs), off_ms=turns.off_ms, on_ms=turns.on_ms,
@@ -88,6 +103,7 @@ def one_group(engine: Any, kind: TextKind, lengths: Mapping[int, int], settings:
         num_drafted=sum(bool(step.drafts) for step in on.steps),
         num_decodes=sum(step.num_decode_tokens for step in on.steps),
         num_tokens=sum(len(step.tokens) for step in on.steps),
+        idle_ms=tuple((ms, step.duration_ms) for ms, step in zip(clock.ms, on.steps, strict=True) if not step.drafts),
     )  # fmt: skip
     off.forget()
     on.forget()
@@ -97,12 +113,8 @@ def one_group(engine: Any, kind: TextKind, lengths: Mapping[int, int], settings:
 def usable_lengths(engine: Any, kind: TextKind, max_tokens: int) -> dict[int, int]:
     """How many tokens of each request are measured, by its number, longest first: to its end or beginning of a loop."""
     numbers = range(NUM_REQUESTS)
-    names = [engine.add_request(kind.prompt(n), kind.params(n, max_tokens)) for n in numbers]
-    while engine.stats().num_running or engine.stats().num_waiting:
-        engine.step()
-    texts = [engine.output(name).token_ids for name in names]
-    for name in names:
-        engine.forget(name)
+    outputs = run_all(engine, [kind.prompt(n) for n in numbers], [kind.params(n, max_tokens) for n in numbers])
+    texts = [output.token_ids for output in outputs]
     lengths = {n: len(text) if kind.loops else loop_start(text) for n, text in enumerate(texts)}
     usable = {n: length for n, length in lengths.items() if length >= min(MIN_TOKENS, max_tokens)}
     if not usable:
@@ -110,13 +122,15 @@ def usable_lengths(engine: Any, kind: TextKind, max_tokens: int) -> dict[int, in
     return dict(sorted(usable.items(), key=lambda item: -item[1]))
 
 
-def groups_of(lengths: Mapping[int, int], batch: int) -> list[dict[int, int]]:
-    """Requests that run together, those of like lengths, all as long as the shortest of them: nobody ends early."""
+def groups_of(lengths: Mapping[int, int], batch: int) -> list[tuple[list[int], int]]:
+    """Requests that run together, those of like lengths, and the length of the shortest of them: nobody ends early.
+
+    Where there are fewer than a batch takes, some are asked for twice.
+    """
     numbers = list(lengths)
-    if len(numbers) < batch:
-        numbers = (numbers * -(-batch // len(numbers)))[:batch]
+    numbers *= -(-batch // len(numbers))
     groups = [numbers[i : i + batch] for i in range(0, len(numbers) - batch + 1, batch)]
-    return [dict.fromkeys(group, min(lengths[n] for n in group)) for group in groups]
+    return [(group, min(lengths[n] for n in group)) for group in groups]
 
 
 def settings_of(engine: Any, drafter: str) -> tuple[Any, Any]:
@@ -143,9 +157,10 @@ def verdict(settings: tuple[Any, Any], batch: int) -> dict[str, Any]:
 
 def figures(groups: Sequence[Group]) -> dict[str, Any]:
     """Metrics of a record: what was gained, how sure that is, and what came true of the guesses."""
-    pairs = [pair for group in groups for pair in group.pairs]
-    if not pairs:
+    found = [pair for group in groups for pair in group.pairs]
+    if not found:
         raise RunFailed("no step had all requests; measure more tokens")
+    pairs, idle = undisturbed_pairs(found), [both for group in groups for both in group.idle_ms]
     ratios = [pair.ratio for pair in pairs]
     windows = [draft for group in groups for draft in group.drafts]
     by_place: tuple[list[int], list[int]] = [], []
@@ -165,7 +180,10 @@ def figures(groups: Sequence[Group]) -> dict[str, Any]:
         "net_interval": [round(end, 4) for end in ratio_interval(pairs)],
         "net_of_median_pair": Spread.of(ratios).median,
         "net_of_median_pair_interval": [round(end, 4) for end in median_interval(ratios)],
-        "net_of_pairs": [round(ratio, 3) for ratio in ratios],
+        "pairs": len(pairs),
+        "pairs_disturbed": len(found) - len(pairs),
+        "policy_share": sum(own for own, _ in idle) / sum(ms for _, ms in idle) if idle else None,
+        "policy_us": 1e3 * statistics.median(own for own, _ in idle) if idle else None,
         "net_until_last": sum(group.off_ms for group in groups) / sum(group.on_ms for group in groups),
         "output_tok_s": net * plain_tok_s,
         "plain_tok_s": plain_tok_s,
@@ -204,17 +222,17 @@ def measure(
         lengths = usable_lengths(engine, kind, max_tokens)
         for batch in batches:
             groups, end_s = groups_of(lengths, batch), time.perf_counter() + place_s
-            one_group(engine, kind, dict.fromkeys(groups[0], MIN_TOKENS), (settings[0], settings[0]))  # captures
+            one_group(engine, kind, groups[0][0], MIN_TOKENS, (settings[0], settings[0]))  # captures plain steps
             runs: list[tuple[Group, float]] = []
             while not runs or time.perf_counter() < end_s:
                 group = groups[len(runs) % len(groups)]
-                runs.append(undisturbed(partial(one_group, engine, kind, group, settings), tries=1))
+                runs.append(undisturbed(partial(one_group, engine, kind, *group, settings), tries=1))
             metrics = figures([run for run, _ in runs]) | verdict(settings, batch)
             yield environment.record(
                 f"speculation/{drafter}/{kind.name}/x{batch}", script=SCRIPT,
                 conditions=conditions(engine, kind, drafter) | {"batch": batch, "output_tokens": max_tokens},
                 metrics=metrics | {"disturbed_by_others": max(share for _, share in runs)},
-                spread=Spread.of(metrics["net_of_pairs"]),
+                spread=Spread.of([speed_ratio(undisturbed_pairs(run.pairs)) for run, _ in runs]),
                 note="goes round in circles: no gain of it counts" if kind.loops else "",
             )  # fmt: skip
 

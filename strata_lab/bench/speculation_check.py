@@ -11,6 +11,7 @@ from typing import Any
 
 from strata_lab.bench.drafted_texts import NUM_REQUESTS, TextKind
 from strata_lab.bench.harness import Environment, Record
+from strata_lab.bench.in_turns import run_all
 from strata_lab.sampling_params import SamplingParams
 
 CHECKED_TOKENS, CHECKED_BATCH, CHECKED_DRAFTS = 128, NUM_REQUESTS, 3
@@ -24,7 +25,7 @@ def check(
     """A record per kind of text.
 
     Args:
-        engine: an open `LLMEngine`.
+        engine: an open `LLMEngine` whose background loop does not run.
         kinds: of text.
         drafter: "ngram" or "draft".
         max_tokens: of each text; None is `CHECKED_TOKENS`.
@@ -42,7 +43,7 @@ def check(
             speculation = engine._loop.parts.speculation
             before = engine.stats()
             policy, speculation.policy = getattr(speculation, "policy", None), None  # every step drafts what it can
-            sides.append(engine.generate(prompts, params))
+            sides.append(run_all(engine, prompts, [params] * len(prompts)))
             speculation.policy = policy
         after = engine.stats()
         assert engine.apply(speculative="none").ok
@@ -70,6 +71,6 @@ def _difference(engine: Any, number: int, plain: Any, drafted: Any) -> dict[str,
     tokens = [one[place] for one in ids]
     prompt = [*plain.prompt_token_ids, *plain.token_ids[:place]]
     asked = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=ALTERNATIVES)
-    top = engine.generate([prompt], asked)[0].logprobs[0].top
+    top = run_all(engine, [prompt], [asked])[0].logprobs[0].top
     gap = top[tokens[0]] - top[tokens[1]] if all(token in top for token in tokens) else None
     return {"request": number, "token": place, "without": tokens[0], "with": tokens[1], "logit_gap": gap}

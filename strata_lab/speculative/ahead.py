@@ -1,9 +1,9 @@
 """Drafting and verifying ahead of the host: the device guesses, verifies and goes on, and the host reads the tokens.
 
-A cycle is captured whole: the draft model's steps, the target's step over the last token and the drafts, sampling, and
-moving each request on behind what came true (`window_state.py`). Two cycles are queued, as `run_ahead.py` queues steps;
-how many drafts a cycle has is chosen when it is queued. Nobody waits for a cycle but who reads its tokens, so a kernel
-follows a kernel.
+A cycle is captured whole: the guesses of a draft model or of a look-up in the text, the target's step over the last
+token and the drafts, sampling, and moving each request on behind what came true (`window_state.py`). Two cycles are
+queued, as `run_ahead.py` queues steps; how many drafts a cycle has is chosen when it is queued. Nobody waits for a
+cycle but who reads its tokens, so a kernel follows a kernel.
 
 The scheduler takes part as with any drafts: the guesses of a step stand in its items as `TO_BE_GUESSED`, and the runner
 puts the device's in their place. What was queued is used while the scheduler asks for the same requests at the places
@@ -30,6 +30,7 @@ from strata_lab.sampler import SampledTokens
 from strata_lab.scheduler import most_slots
 from strata_lab.speculative.cycles import MIN_WIDTH, Captured, Cycles
 from strata_lab.speculative.draft_model import DraftModel
+from strata_lab.speculative.guesses import LookUp
 
 REQUESTS = (1, 2, 4)  # captured; with more, plain steps are better filled
 CYCLES_AHEAD = 2  # queued at most: one that runs while the host books the one before
@@ -76,14 +77,14 @@ class AheadDrafter:
     """`Drafter` whose guesses are made by the device, in the cycle that verifies them.
 
     Args:
-        model: knows which texts it has taken in.
+        model: knows which texts it has taken in; or one that need not.
     """
 
     name: str
     classes: tuple[tuple[str, int], ...]
     costs_time = False  # a cycle's cost has its drafts in it
 
-    def __init__(self, model: DraftModel) -> None:
+    def __init__(self, model: DraftModel | LookUp) -> None:
         self.model, self.name, self.classes = model, model.name, model.classes
         self.look, self.forget = model.look, model.forget
 
@@ -97,11 +98,11 @@ class DraftAhead:
 
     Args:
         ahead: decodes without drafts, and has the target.
-        model: the draft model; which texts it has taken in, and its blocks.
+        model: the draft model; which texts it has taken in, and its blocks. Or a look-up, which has neither.
         cycles: of both, captured.
     """
 
-    def __init__(self, ahead: RunAhead, model: DraftModel, cycles: Cycles) -> None:
+    def __init__(self, ahead: RunAhead, model: DraftModel | LookUp, cycles: Cycles) -> None:
         self.ahead, self.model, self.cycles = ahead, model, cycles
         self.block_size, self.device = ahead.block_size, ahead.device
         self._flight: _Flight | None = None
@@ -282,13 +283,12 @@ class DraftAhead:
         state = captured.state
         fill(state.base, items, size, self.ahead.eager.model.config.vocab_size, self.max_model_len)
         padding = num_seqs - len(items)
-        before = [item.request.token_ids[item.start - 1] for item in items]
-        state.previous_ids.copy_(torch.tensor(before + [0] * padding))
-        state.drafts.max_seq_lens.copy_(
-            torch.tensor([min(end, self.cycles.max_draft_len) for end in last] + [0] * padding)
-        )
-        empty = [0] * widths[1]
-        state.drafts.block_tables.copy_(torch.tensor([(t + empty)[: widths[1]] for t in known] + [empty] * padding))
+        guesses = self.cycles.guesses
+        guesses.begin(state, items)
+        state.drafts.max_seq_lens.copy_(torch.tensor([min(end, guesses.max_len) for end in last] + [0] * padding))
+        empty = [0] * state.drafts.block_tables.shape[1]
+        tables_of = [(table + empty)[: len(empty)] for table in known]
+        state.drafts.block_tables.copy_(torch.tensor(tables_of + [empty] * padding))
         state.spread()
         started = self.ahead.clock()
         started.record()

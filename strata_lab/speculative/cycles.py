@@ -1,9 +1,8 @@
 """Captured cycles of drafting and verifying: which there are, what each computes, and what it costs.
 
-A cycle of k drafts is the draft model's k steps, the target's step over the last token and the drafts, sampling, and
-the two ends of `window_state.py`. The draft model's first step takes two tokens of a request, the last two: where
-every draft of the cycle before came true it has not seen the one before the last, elsewhere it writes what is there.
-Cycles of any number of drafts work on one state, so that each cycle of a flight may have another.
+A cycle of k drafts is k guesses (`guesses.py`), the target's step over the last token and the drafts, sampling, and
+the two ends of `window_state.py`. Cycles of any number of drafts work on one state, so that each cycle of a flight may
+have another.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from strata_lab.device_sampling import DeviceSampling
 from strata_lab.graph_runner import Recorder, free_bytes
 from strata_lab.run_ahead import RunAhead, decode_inputs
-from strata_lab.runner import EagerStep
 from strata_lab.speculative.costs import StepCosts
+from strata_lab.speculative.guesses import Guesses
 from strata_lab.speculative.window_state import WindowOps, WindowState
 
 DRAFTS = (1, 2, 3, 5, 7)  # of a captured cycle: the target's rows are one more, and few sizes compile few kernels
@@ -38,9 +36,7 @@ class Cycles:
 
     Args:
         ahead: has the target.
-        drafting: the draft model's step.
-        sampling: of the draft model's tokens, as many as it has logits.
-        to_target: the target's token for each of them; None where it is the same.
+        guesses: who guesses.
         windows: the ends of a cycle on this device.
         recorder: how this device captures.
         most: drafts of a request and step.
@@ -48,20 +44,13 @@ class Cycles:
     Attributes:
         drafts: numbers of drafts that are captured.
         capture_bytes: device memory that the captures took.
-        max_draft_len: tokens whose positions the draft model knows.
     """
 
-    def __init__(
-        self, ahead: RunAhead, drafting: EagerStep, sampling: DeviceSampling, to_target: Tensor | None,
-        windows: WindowOps, recorder: Recorder, most: int,
-    ) -> None:  # fmt: skip
-        self.ahead, self.drafting, self.sampling = ahead, drafting, sampling
+    def __init__(self, ahead: RunAhead, guesses: Guesses, windows: WindowOps, recorder: Recorder, most: int) -> None:
+        self.ahead, self.guesses = ahead, guesses
         self.windows, self.recorder = windows, recorder
-        ids = torch.arange(drafting.model.weights.head.shape[0], device=ahead.device)
-        self.to_target: Tensor = ids if to_target is None else to_target
         self.drafts = tuple(count for count in DRAFTS if count <= most)
         self.capture_bytes = 0
-        self.max_draft_len = drafting.model.rotary[0].shape[0]
         self._captures: dict[tuple[int, int, int], Captured] = {}
 
     def captured(self, num_seqs: int, width: int, draft_width: int, *, drawn: bool) -> Captured:
@@ -69,9 +58,7 @@ class Cycles:
         key = num_seqs, width, draft_width
         if key not in self._captures:
             widths, most = (width, draft_width), self.drafts[-1]
-            made = WindowState.empty(
-                self.ahead.sampling, self.sampling, num_seqs, widths, most, self.ahead.block_size, self.to_target
-            )
+            made = self.guesses.state(self.ahead.sampling, num_seqs, widths, most, self.ahead.block_size)
             self._captures[key] = Captured(made)
         captured = self._captures[key]
         missing = [count for count in self.drafts if (count, drawn) not in captured.replays]
@@ -87,18 +74,16 @@ class Cycles:
         return captured
 
     def _capture(self, state: WindowState, num_drafts: int, drawn: bool) -> Callable[[], None]:
-        target, draft, num_seqs = self.ahead.sampling, self.sampling, state.base.input_ids.shape[0]
-        sample, guess = (target.drawn, draft.drawn) if drawn else (target.greedy, draft.greedy)
+        target = self.ahead.sampling
+        sample = target.drawn if drawn else target.greedy
         window = state.window(target, num_drafts)
         fed = state.report[0].view(-1)[: window.input_ids.shape[0]]
-        first, following = replace(decode_inputs(state.pairs), apart=True), decode_inputs(state.drafts)
+        guess = self.guesses.work(state, num_drafts, drawn)
         verified = replace(decode_inputs(window), input_ids=fed, apart=True)
 
         def work() -> Tensor:
             self.windows.open(state, window)
-            guess(self.drafting.every_row(first)[num_seqs:], state.drafts, 0)
-            for step in range(1, num_drafts):
-                guess(self.drafting.every_row(following), state.drafts, step)
+            guess()
             sample(self.ahead.eager.every_row(verified), window, 0)
             self.windows.close(state, window)
             return state.report
