@@ -101,7 +101,7 @@ def test_a_record_says_what_was_gained_and_what_came_true_of_the_same_texts(engi
         assert m["different_texts"] == 0
         assert m["net_interval"][0] <= m["net"] <= m["net_interval"][1]
         assert m["net"] == pytest.approx(m["output_tok_s"] / m["plain_tok_s"])
-        assert m["pairs"] + m["pairs_disturbed"] >= 20 // in_turns.SEGMENT_TOKENS
+        assert m["pairs"] + m["pairs_disturbed"] > 2
         assert sum(kind["drafted"] for kind in m["kinds"].values()) == sum(m["drafted_by_position"])
         assert m["texts"] % r.conditions["batch"] == 0
         assert m["state"] in ("on", "off") and m["reason"]
@@ -111,7 +111,7 @@ def test_a_record_says_what_was_gained_and_what_came_true_of_the_same_texts(engi
 
 
 def segment(*ms: float, size: int = 1, tokens: int = 0) -> in_turns.Segment:
-    return in_turns.Segment(tuple((size, one) for one in ms), tokens or len(ms))
+    return in_turns.Segment((size,) * len(ms), sum(ms), tokens or len(ms))
 
 
 def test_both_sides_compute_the_same_texts_in_turns_and_nobody_sees_the_other(engine) -> None:
@@ -131,10 +131,10 @@ def test_both_sides_compute_the_same_texts_in_turns_and_nobody_sees_the_other(en
     turns.on.forget()
 
 
-def test_a_pair_with_a_step_that_took_too_long_counts_on_neither_side() -> None:
+def test_a_pair_of_which_one_side_took_too_long_counts_on_neither() -> None:
     calm = [in_turns.Pair(segment(10, 10), segment(10, 11)) for _ in range(9)]
     verifying = in_turns.Pair(segment(10, 10), segment(30, size=5, tokens=4))
-    found = [*calm, verifying, in_turns.Pair(segment(10, 16), segment(10, 10)), in_turns.Pair(segment(9), segment(99))]
+    found = [*calm, verifying, in_turns.Pair(segment(10, 26), segment(10, 10)), in_turns.Pair(segment(9), segment(99))]
     assert in_turns.undisturbed_pairs(found) == [*calm, verifying]
     assert in_turns.speed_ratio(calm) == pytest.approx(20 / 21)
     assert verifying.ratio == pytest.approx(4 / 30 * 10)

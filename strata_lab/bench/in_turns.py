@@ -3,8 +3,8 @@
 The same requests run twice in one engine, once under either setting, and only one copy of them is there at a time: a
 few tokens under the first setting, then as many under the second, then the other way round. Two such segments compute
 the same tokens behind texts of the same length, milliseconds apart, so what else the machine does meets both alike.
-What it does to one of them alone is told by the time of each step: pairs with a step that took far longer than others
-of as many tokens, on either side, do not count. It knows no workload and writes no record.
+What it does to one of them alone is told by its time: pairs do not count in which one took far longer than others of
+the same steps. It knows no workload and writes no record.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from strata_lab.intake import Prompt
 from strata_lab.request import Request, RequestOutput
 from strata_lab.sampling_params import SamplingParams
 
-SEGMENT_TOKENS = 2  # of each request
-DISTURBED = 1.5  # times the median of steps of as many tokens
+# Of each request in a segment. On a CPU as few as tell a step behind a step from one behind a pause; a card has to fill
+# the queue of steps anew after each change of sides.
+SEGMENT_TOKENS = {"cpu": 2, "cuda": 64}
+DISTURBED = 1.5  # times the median of segments of the same steps
 RESAMPLES = 1000
 CONFIDENCE = 0.95
 
@@ -34,19 +36,16 @@ class Segment:
     """Steps of one side, one after the other.
 
     Attributes:
-        steps: tokens computed in each, and its milliseconds.
+        sizes: tokens computed in each.
+        ms: wall time.
         tokens: that the requests got, together.
         whole: all requests decoded in every step.
     """
 
-    steps: tuple[tuple[int, float], ...]
+    sizes: tuple[int, ...]
+    ms: float
     tokens: int
     whole: bool = True
-
-    @property
-    def ms(self) -> float:
-        """Wall time."""
-        return sum(ms for _, ms in self.steps)
 
 
 @dataclass(frozen=True)
@@ -77,16 +76,16 @@ def ratio_interval(pairs: Sequence[Pair], confidence: float = CONFIDENCE) -> tup
 
 
 def undisturbed_pairs(pairs: Sequence[Pair]) -> list[Pair]:
-    """Those without a step that took `DISTURBED` times what steps of as many tokens take, whichever side it was on.
+    """Those in which neither segment took `DISTURBED` times what segments of the same sizes take, on whichever side.
 
     All of them, where none is left.
     """
-    times: dict[int, list[float]] = {}
+    times: dict[tuple[int, ...], list[float]] = {}
     for pair in pairs:
-        for size, ms in (*pair.off.steps, *pair.on.steps):
-            times.setdefault(size, []).append(ms)
-    most = {size: DISTURBED * statistics.median(ms) for size, ms in times.items()}
-    calm = [pair for pair in pairs if all(ms <= most[n] for n, ms in (*pair.off.steps, *pair.on.steps))]
+        for segment in (pair.off, pair.on):
+            times.setdefault(segment.sizes, []).append(segment.ms)
+    most = {sizes: DISTURBED * statistics.median(ms) for sizes, ms in times.items()}
+    calm = [p for p in pairs if p.off.ms <= most[p.off.sizes] and p.on.ms <= most[p.on.sizes]]
     return calm or list(pairs)
 
 
@@ -168,17 +167,17 @@ class Side:
         loop = self.engine._loop
         loop.put_in_force(self.parts, self.engine._builder.new_block_manager, 0.0)
         loop.scheduler.running[:] = self._running
-        tokens, whole, steps = 0, True, []
+        tokens, whole, sizes, started = 0, True, [], time.perf_counter()
         while self._num_tokens + tokens < until * len(self._names) and loop.scheduler.running:
-            started = time.perf_counter()
             event = self._step()
-            steps.append((event.num_decode_tokens + sum(len(d.token_ids) for d in event.drafts), _ms_since(started)))
+            sizes.append(event.num_decode_tokens + sum(len(draft.token_ids) for draft in event.drafts))
             self.steps.append(event)
             tokens += len(event.tokens)
             whole = whole and event.num_decode_tokens == len(self._names)
+        ms = _ms_since(started)
         self._num_tokens += tokens
         self._leave()
-        return Segment(tuple(steps), tokens, whole and tokens > 0)
+        return Segment(tuple(sizes), ms, tokens, whole and tokens > 0)
 
     def forget(self) -> None:
         """Drop the requests."""
@@ -221,8 +220,9 @@ class Turns:
     off_ms: float = 0.0
     on_ms: float = 0.0
 
-    def run(self, segment_tokens: int = SEGMENT_TOKENS) -> Turns:
+    def run(self) -> Turns:
         """Take turns until all have ended; the side that begins changes from pair to pair."""
+        segment_tokens = SEGMENT_TOKENS[self.off.engine.device.type]
         until, sides = segment_tokens, [self.off, self.on]
         while not (self.off.finished and self.on.finished):
             found = {id(side): side.advance(until) for side in sides}

@@ -23,7 +23,7 @@ from strata_lab.kernels.gpu.launch import counters, options, trigger, wait
 from strata_lab.speculative.window_state import MOST_COMMON, WindowState
 
 CHUNK = 1024  # places that one program compares
-_PLACE_BITS = tl.constexpr(32)  # of a candidate, under the tokens it has in common
+_PLACES = tl.constexpr(1 << 32)  # a candidate is its tokens in common times this, and its place
 
 
 @triton.jit
@@ -47,14 +47,14 @@ def _look_up_kernel(
             there = tl.load(text + at - back, mask=same & (at >= back), other=-2)
             same = same & (own == there)
             common += same.to(tl.int64)
-        best = tl.max(tl.where(common > 0, (common << _PLACE_BITS) + at + 1, 0))
+        best = tl.max(tl.where(common > 0, common * _PLACES + at + 1, 0))
     tl.store(partials + row * PARTS + part, best)
     if tl.atomic_add(arrivals + row, 1, sem="acq_rel") == PARTS - 1:
         parts = tl.arange(0, PARTS_POW2)
         # .cg: other multiprocessors wrote them, past the L1 cache
         found = tl.max(tl.load(partials + row * PARTS + parts, mask=parts < PARTS, other=0, cache_modifier=".cg"))
         tl.store(arrivals + row, 0)
-        follow = tl.where(found > 0, found & ((1 << _PLACE_BITS) - 1), last)  # where what followed begins
+        follow = tl.where(found > 0, found % _PLACES, last)  # where what followed begins
         step = tl.arange(0, DRAFTS_POW2)
         tokens = tl.load(text + follow + step % (last + 1 - follow), mask=live & (step < DRAFTS), other=0)
         tl.store(report + (1 + step) * num_seqs + row, tokens.to(tl.int64), mask=step < DRAFTS)
