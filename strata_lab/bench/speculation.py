@@ -252,27 +252,13 @@ def conditions(engine: Any, kind: TextKind, drafter: str) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 1 if texts differ in a check."""
     options = _parser().parse_args(arguments)
-    from strata_lab.engine import LLMEngine
-
     started, made = time.perf_counter(), []
-    batches = [] if options.check else [int(size) for size in options.batches.split(",")]
-    places = _places(options, batches)
-    checks: dict[str, Any] = {"max_num_seqs": CHECKED_BATCH, "num_draft_tokens": CHECKED_DRAFTS}
-    extra = checks if options.check else {"max_num_seqs": max(batches)}
-    with LLMEngine(
-        options.model, device=options.device, draft_model=options.draft_model, max_model_len=MAX_MODEL_LEN, **extra
-    ) as engine:
-        if options.check:
-            kinds = [text_kind(name) for name in places]
-            records = check(engine, kinds, options.drafter, options.tokens, conditions, SCRIPT)
-        else:
-            records = measure(engine, places, options.drafter, options.place_s, options.tokens or OUTPUT_TOKENS)
-        for record in records:
-            made.append(record)
-            join_results(options.name, made, options.results)  # what is there is kept if the run is cut
-            sys.stderr.write(f"{record.name}: {record.metrics.get('net', record.metrics['different_texts'])}\n")
-            if time.perf_counter() - started > options.limit_s:
-                break
+    for record in _records(options):
+        made.append(record)
+        join_results(options.name, made, options.results)  # what is there is kept if the run is cut
+        sys.stderr.write(f"{record.name}: {record.metrics.get('net', record.metrics['different_texts'])}\n")
+        if time.perf_counter() - started > options.limit_s:
+            break
     joined = _found(options)
     if find_spec("rich"):  # a machine that is only measured may have no more than the core's packages
         from rich.console import Console
@@ -280,6 +266,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Console().print(text_table(joined))
     sys.stdout.writelines(f"{line}\n" for line in verdict_lines(joined))
     return int(options.check and any(record.metrics["different_texts"] for record in made))
+
+
+def _records(options: argparse.Namespace) -> Iterator[Record]:
+    """What was asked for, as it is made."""
+    from strata_lab.engine import LLMEngine
+
+    batches = [int(size) for size in options.batches.split(",")]
+    if not (places := _places(options, batches)):
+        return
+    checks: dict[str, Any] = {"max_num_seqs": CHECKED_BATCH, "num_draft_tokens": CHECKED_DRAFTS}
+    extra = checks if options.check else {"max_num_seqs": max(batches)}
+    with LLMEngine(
+        options.model, device=options.device, draft_model=options.draft_model, max_model_len=MAX_MODEL_LEN, **extra
+    ) as engine:
+        if options.check:
+            kinds = [text_kind(name) for name in places]
+            yield from check(engine, kinds, options.drafter, options.tokens, conditions, SCRIPT)
+        else:
+            yield from measure(engine, places, options.drafter, options.place_s, options.tokens or OUTPUT_TOKENS)
 
 
 def _found(options: argparse.Namespace) -> list[dict[str, Any]]:
