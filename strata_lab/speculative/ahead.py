@@ -30,7 +30,7 @@ from strata_lab.sampler import SampledTokens
 from strata_lab.scheduler import most_slots
 from strata_lab.speculative.cycles import MIN_WIDTH, Captured, Cycles
 from strata_lab.speculative.draft_model import DraftModel
-from strata_lab.speculative.guesses import LookUp
+from strata_lab.speculative.look_up import LookUp
 
 REQUESTS = (1, 2, 4)  # captured; with more, plain steps are better filled
 CYCLES_AHEAD = 2  # queued at most: one that runs while the host books the one before
@@ -77,7 +77,7 @@ class AheadDrafter:
     """`Drafter` whose guesses are made by the device, in the cycle that verifies them.
 
     Args:
-        model: knows which texts it has taken in; or one that need not.
+        model: knows which texts it has taken in; or a look-up.
     """
 
     name: str
@@ -283,13 +283,15 @@ class DraftAhead:
         state = captured.state
         fill(state.base, items, size, self.ahead.eager.model.config.vocab_size, self.max_model_len)
         padding = num_seqs - len(items)
-        guesses = self.cycles.guesses
-        guesses.begin(state, items)
-        state.drafts.max_seq_lens.copy_(torch.tensor([min(end, guesses.max_len) for end in last] + [0] * padding))
-        empty = [0] * state.drafts.block_tables.shape[1]
-        tables_of = [(table + empty)[: len(empty)] for table in known]
-        state.drafts.block_tables.copy_(torch.tensor(tables_of + [empty] * padding))
+        before = [item.request.token_ids[item.start - 1] for item in items]
+        state.previous_ids.copy_(torch.tensor(before + [0] * padding))
+        state.drafts.max_seq_lens.copy_(
+            torch.tensor([min(end, self.cycles.max_draft_len) for end in last] + [0] * padding)
+        )
+        empty = [0] * widths[1]
+        state.drafts.block_tables.copy_(torch.tensor([(t + empty)[: widths[1]] for t in known] + [empty] * padding))
         state.spread()
+        self.cycles.guesses.begin(captured.kept, [item.request for item in items])
         started = self.ahead.clock()
         started.record()
         self._flight = flight = _Flight(

@@ -23,7 +23,8 @@ from strata_lab.settings import ConfigError
 from strata_lab.speculative.ahead import AheadDrafter, DraftAhead
 from strata_lab.speculative.cycles import Cycles
 from strata_lab.speculative.draft_model import DraftModel
-from strata_lab.speculative.guesses import Guesses, LookUp, LookUpGuesses, ModelGuesses
+from strata_lab.speculative.guesses import Guesses, TokenGuesses
+from strata_lab.speculative.look_up import LookUp, LookUpGuesses
 from strata_lab.speculative.policy import DraftPolicy
 from strata_lab.speculative.speculator import DraftTimes, Speculator
 from strata_lab.speculative.timing import measured_costs, time_ms
@@ -44,29 +45,32 @@ def speculator(
         recorder: makes one that captures here.
     """
     if isinstance(runner, RunAhead):
-        return _ahead(drafter, runner, most, recorder())
+        return _ahead(drafter if isinstance(drafter, DraftModel) else LookUp(), runner, most, recorder())
     costs = measured_costs(step, runner.block_size, runner.device)
     times = DraftTimes(drafter.first_ms()) if drafter.costs_time else None
     draft_ms: Callable[[int], float] = times or (lambda count: 0.0)
     return Speculator(drafter, DraftPolicy(costs, drafter.classes, most, draft_ms), most, times)
 
 
-def _ahead(drafter: Any, runner: RunAhead, most: int, recorder: Recorder) -> Speculator:
-    """Guesses of a draft model, or else looked up in the text, in cycles that need no host."""
-    device = runner.sampling
-    assert isinstance(device, GpuSampling), type(device)
-    model: DraftModel | LookUp
-    guesses: Guesses
-    if isinstance(drafter, DraftModel):
-        drafting = getattr(drafter.step, "eager", drafter.step)
-        assert isinstance(drafting, EagerStep), type(drafting)
-        sampling = GpuSampling(runner.block_size, drafting.model.weights.head.shape[0], runner.device)
-        model, guesses = drafter, ModelGuesses(drafting, sampling, drafter.to_target)
-    else:
-        model, guesses = LookUp(), LookUpGuesses(device.windows)
-    cycles = Cycles(runner, guesses, device.windows, recorder, most)
-    policy = DraftPolicy(cycles.costs(), model.classes, most)
-    return Speculator(AheadDrafter(model), policy, most, runner=DraftAhead(runner, model, cycles))
+def _ahead(model: DraftModel | LookUp, runner: RunAhead, most: int, recorder: Recorder) -> Speculator:
+    guesses = _guesses(model, runner)
+    num_logits = guesses.model.weights.head.shape[0]
+    sampling = GpuSampling(runner.block_size, num_logits, runner.device)
+    to_target = model.to_target if isinstance(model, DraftModel) else None
+    cycles = Cycles(runner, guesses, sampling, to_target, sampling.windows, recorder, most)
+    drafter = AheadDrafter(model)
+    policy = DraftPolicy(cycles.costs(), drafter.classes, most)
+    return Speculator(drafter, policy, most, runner=DraftAhead(runner, model, cycles))
+
+
+def _guesses(model: DraftModel | LookUp, runner: RunAhead) -> Guesses:
+    if isinstance(model, LookUp):
+        from strata_lab.kernels.gpu.look_up import LOOK_UPS  # here: a CPU needs no Triton
+
+        return LookUpGuesses(runner.eager.model, LOOK_UPS)
+    step = getattr(model.step, "eager", model.step)
+    assert isinstance(step, EagerStep), type(step)
+    return TokenGuesses(step)
 
 
 def num_draft_blocks(max_num_seqs: int, max_model_len: int, block_size: int) -> int:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from strata_lab.device_sampling import DecodeState, DeviceSampling
 
-MOST_COMMON = 8  # tokens of a common past that are counted: a longer one hardly ever tells more
 # Of a request, alike in all its rows.
 PARAMETERS = ("inverse_temperature", "top_k", "top_p", "min_p", "seed_keys")
 
@@ -37,8 +36,6 @@ class WindowState:
         rows: tables and parameters of the target's rows [(1 + most) * B]; its first B are `base`'s.
         report: [2, 1 + most, B] int64: tokens fed (the first row: `base`'s when the cycle began), tokens sampled.
         block_size: tokens of a block, in both pools.
-        history: [B, slots] int32, the text of each request by position, where guesses are looked up in it; what lies
-            behind the token to feed is anything.
     """
 
     base: DecodeState
@@ -48,7 +45,6 @@ class WindowState:
     rows: DecodeState
     report: Tensor
     block_size: int
-    history: Tensor | None = None
 
     @classmethod
     def empty(
@@ -98,11 +94,10 @@ class WindowState:
 
 @dataclass(frozen=True)
 class WindowOps:
-    """`open_window` and `close_window` of a device, and `look_up` (`look_up.py`)."""
+    """`open_window` and `close_window` of a device."""
 
     open: Callable[[WindowState, Any], None]
     close: Callable[[WindowState, Any], None]
-    look_up: Callable[[WindowState, int], None]
 
 
 def _place(state: DecodeState, row: Tensor, position: Tensor, seen: Tensor, block_size: int) -> None:
@@ -157,11 +152,6 @@ def close_window(state: WindowState, window: DecodeState) -> None:
     accepted = same.long().cumprod(0).sum(0)
     before = torch.where(accepted > 0, sampled.gather(0, (accepted - 1).clamp(min=0)[None])[0], base.input_ids)
     last = sampled.gather(0, accepted[None])[0]
-    if state.history is not None:  # all of them: what is behind the accepted ones is overwritten by the next cycle
-        place = base.positions + torch.arange(1, num_rows + 1, device=live.device)[:, None]
-        there = live & (place < capacity)
-        row = torch.arange(live.shape[0], device=live.device).expand_as(place)
-        state.history[row[there], place[there]] = sampled[there].int()
     position = base.positions + accepted + 1
     more = position < capacity
     state.previous_ids.copy_(torch.where(live, before, state.previous_ids))
@@ -171,34 +161,4 @@ def close_window(state: WindowState, window: DecodeState) -> None:
     base.output_positions.copy_(torch.where(live, base.output_positions + accepted + 1, base.output_positions))
 
 
-def look_up(state: WindowState, num_drafts: int) -> None:
-    """Guess what followed the last time a text had these last tokens: into `report[0, 1:1 + num_drafts]`.
-
-    Of all earlier places the one that has most of the last `MOST_COMMON` tokens in common, and of these the latest.
-    Where a copy reaches the end of the text it goes on with what it has copied; where no place has even the last token,
-    that one is repeated, since the rows of a cycle are there whether or not anything is found. Rows that pad get 0.
-    """
-    assert state.history is not None
-    for row, last in enumerate(state.base.positions.tolist()):
-        if not state.base.seq_lens[row]:
-            state.report[0, 1 : 1 + num_drafts, row] = 0
-            continue
-        text = state.history[row, : last + 1].tolist()
-        follow = _follows(text)
-        copied = text[follow:] * num_drafts
-        state.report[0, 1 : 1 + num_drafts, row] = torch.tensor(copied[:num_drafts])
-
-
-def _follows(text: list[int]) -> int:
-    """Where what followed the best earlier place begins; the last token of the text where there is none."""
-    best, longest, last = len(text) - 1, 0, len(text) - 1
-    for end in range(last):
-        common = 0
-        while common < min(MOST_COMMON, end + 1) and text[end - common] == text[last - common]:
-            common += 1
-        if common and common >= longest:
-            best, longest = end + 1, common
-    return best
-
-
-TORCH_WINDOWS = WindowOps(open_window, close_window, look_up)
+TORCH_WINDOWS = WindowOps(open_window, close_window)

@@ -47,8 +47,6 @@ def make(seed: int, num_seqs: int, device: torch.device) -> WindowState:
         tensor.copy_(dice(0, VOCAB, num_seqs))
     state.report.copy_(dice(0, VOCAB, 2, 1 + MOST, num_seqs))
     state.report[1, :-1] = torch.where(dice(0, 4, MOST, num_seqs).to(device) > 0, state.report[0, 1:], -1)
-    if seed % 2:
-        state.history = dice(0, VOCAB, num_seqs, 6 * SIZE).to(device, torch.int32)
     state.spread()
     return state
 
@@ -134,22 +132,6 @@ def test_nothing_is_kept_beyond_the_end_and_the_row_pads_from_there(ops: WindowO
     ops.close(state, state.window(States(device), 5))
     assert state.base.input_ids.tolist() == [int(state.report[1, 1, 0])], "two slots, two tokens"
     assert state.base.seq_lens.tolist() == [0]
-
-
-def test_a_text_goes_on_with_the_tokens_that_a_request_gets(ops: WindowOps, device: torch.device) -> None:
-    state = make(1, 2, device)
-    state.base.positions.copy_(torch.tensor([5, 21]))
-    state.base.seq_lens.copy_(torch.tensor([6, 22]))
-    state.base.max_seq_lens.fill_(99)
-    assert state.history is not None
-    before = state.history.clone()
-    state.report[1, :, 0] = torch.arange(40, 41 + MOST)
-    state.report[1, :, 1] = torch.arange(50, 51 + MOST)
-    state.report[0, 1:] = state.report[1, :-1].clone()
-    ops.close(state, state.window(States(device), 3))
-    assert state.history[0].tolist() == [*before[0, :6].tolist(), 40, 41, 42, 43, *before[0, 10:].tolist()]
-    assert state.history[1].tolist() == [*before[1, :22].tolist(), 50, 51], "no further than its table"
-    assert int(state.history[0, state.base.positions[0]]) == int(state.base.input_ids[0]) == 43
 
 
 def test_parameters_and_tables_reach_every_row(device: torch.device) -> None:

@@ -22,9 +22,10 @@ from strata_lab.sampler import Sampler
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.speculative.ahead import AheadDrafter, DraftAhead
 from strata_lab.speculative.cycles import Cycles
-from strata_lab.speculative.guesses import LookUp, LookUpGuesses, ModelGuesses
+from strata_lab.speculative.guesses import TokenGuesses
+from strata_lab.speculative.look_up import TORCH_LOOK_UPS, LookUp, LookUpGuesses, follows
 from strata_lab.speculative.speculator import Speculator
-from strata_lab.speculative.window_state import TORCH_WINDOWS, _follows
+from strata_lab.speculative.window_state import TORCH_WINDOWS
 from tests.checkpoints import VOCAB, write_checkpoint
 from tests.test_run_ahead import BLOCK_SIZE, OFF, Mark, Replays, TorchSampling, alone, prompts
 
@@ -74,15 +75,16 @@ def engine(
     )
     ahead.max_model_len = MAX_LEN
     model: Any = LookUp()
-    guesses: Any = LookUpGuesses(TORCH_WINDOWS)
+    to_target, sampling = None, TorchSampling(vocab_size)
+    guesses: Any = LookUpGuesses(step.model, TORCH_LOOK_UPS)
     if draft is not None:
         model = made._builder._draft_model(parts.optimizations, parts.weights)
         eager: Any = getattr(model.step, "eager", model.step)
         if kept is not None:
             model.to_target, eager = kept, Narrow(eager, kept)
         sampling = TorchSampling(vocab_size if kept is None else len(kept))
-        guesses = ModelGuesses(eager, sampling, model.to_target)
-    captured = Cycles(ahead, guesses, TORCH_WINDOWS, cycles, most)
+        guesses, to_target = TokenGuesses(eager), model.to_target
+    captured = Cycles(ahead, guesses, sampling, to_target, TORCH_WINDOWS, cycles, most)
     runner = DraftAhead(ahead, model, captured)
     speculation = Speculator(AheadDrafter(model), None, most, runner=runner)
     made._loop.parts = dataclasses.replace(parts, runner=runner, speculation=speculation)
@@ -303,7 +305,7 @@ def test_guesses_are_looked_up_in_the_text_as_it_is_when_its_cycle_begins(folder
     for window in windows:
         prompt, output = texts[window.request_id]
         known = [*prompt, *output[: window.index]]
-        assert list(window.token_ids) == (known[_follows(known) :] * 3)[: len(window.token_ids)]
+        assert list(window.token_ids) == (known[follows(known) :] * 3)[: len(window.token_ids)]
     assert len(windows) > 20 and cycles.count > 10
     assert stats.num_accepted_tokens > 5, "greedy texts of a small model go round"
 

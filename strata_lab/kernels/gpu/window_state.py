@@ -1,7 +1,7 @@
 """The two ends of a captured cycle of drafting and verifying, a program per request: see `speculative/window_state.py`.
 
-What is between them where a text is its own draft: `look_up.py`. Both move a few hundred bytes; what counts is that
-each is one kernel. A program reads all that it needs of its request before it writes, and nothing of another's.
+Both move a few hundred bytes; what counts is that each is one kernel. A program reads all that it needs of its request
+before it writes, and nothing of another's.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,7 +17,6 @@ import triton.language as tl
 
 from strata_lab.kernels.gpu.decode_state import DecodeState
 from strata_lab.kernels.gpu.launch import options, trigger, wait
-from strata_lab.kernels.gpu.look_up import look_up
 from strata_lab.speculative.window_state import WindowOps, WindowState
 
 
@@ -69,8 +68,8 @@ def _open_kernel(
 
 @triton.jit
 def _close_kernel(
-    input_ids, previous_ids, positions, seq_lens, max_seq_lens, output_positions, fed, sampled, history, width,
-    ROWS: tl.constexpr, ROWS_POW2: tl.constexpr, BLOCK_SIZE: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+    input_ids, previous_ids, positions, seq_lens, max_seq_lens, output_positions, fed, sampled, width,
+    ROWS: tl.constexpr, ROWS_POW2: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, num_seqs = tl.program_id(0), tl.num_programs(0)
     wait(PDL)
@@ -85,10 +84,6 @@ def _close_kernel(
     accepted = tl.min(tl.where(differs, step, ROWS - 1))
     last = tl.sum(tl.where(step == accepted, here, 0))
     before = tl.where(accepted > 0, tl.sum(tl.where(step == accepted - 1, here, 0)), token)
-    if SLOTS > 0:
-        place = position + 1 + step
-        there = live & (step < ROWS) & (place < capacity)
-        tl.store(history + row.to(tl.int64) * SLOTS + place, here.to(tl.int32), mask=there)
     position += accepted + 1
     more = position < capacity
     tl.debug_barrier()  # every warp has read before one of them writes
@@ -116,18 +111,17 @@ def open_window(state: WindowState, window: DecodeState) -> None:
 
 def close_window(state: WindowState, window: DecodeState) -> None:
     """`window_state.close_window`."""
-    base, history = state.base, state.history
+    base = state.base
     num_seqs, rows = base.input_ids.shape[0], window.input_ids.shape[0] // base.input_ids.shape[0]
     _close_kernel[(num_seqs,)](
         base.input_ids, state.previous_ids, base.positions, base.seq_lens, base.max_seq_lens, base.output_positions,
-        state.report[0], state.report[1], base.input_ids if history is None else history, base.block_tables.shape[1],
-        ROWS=rows, ROWS_POW2=triton.next_power_of_2(rows), BLOCK_SIZE=state.block_size,
-        SLOTS=0 if history is None else history.shape[1],
+        state.report[0], state.report[1], base.block_tables.shape[1], ROWS=rows,
+        ROWS_POW2=triton.next_power_of_2(rows), BLOCK_SIZE=state.block_size,
         **options(base.input_ids.device, num_warps=1),
     )  # fmt: skip
 
 
-WINDOWS = WindowOps(open_window, close_window, look_up)
+WINDOWS = WindowOps(open_window, close_window)
 
 
 class _Meta:
@@ -149,5 +143,3 @@ def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         window = state.window(target, drafts)
         yield f"open_B{num_seqs}", partial(open_window, state, window)
         yield f"close_B{num_seqs}", partial(close_window, state, window)
-        state.history = torch.empty(num_seqs, 1024, dtype=torch.int32, device="meta")
-        yield f"close_remembering_B{num_seqs}", partial(close_window, state, window)
