@@ -93,6 +93,7 @@ def one_group(
     prompts = [kind.prompt(number) for number in numbers]
     params = [kind.params(number, length) for number in numbers]
     clock = Clocked(settings[1].speculation)
+    engine._loop.put_in_force(settings[0], engine._builder.new_block_manager, 0.0)  # prompts of both sides
     off, on = (Side(engine, p, prompts, params) for p in (settings[0], replace(settings[1], speculation=clock)))
     turns = Turns(off, on).run()
     found = Group(
@@ -232,7 +233,7 @@ def measure(
                 f"speculation/{drafter}/{kind.name}/x{batch}", script=SCRIPT,
                 conditions=conditions(engine, kind, drafter) | {"batch": batch, "output_tokens": max_tokens},
                 metrics=metrics | {"disturbed_by_others": max(share for _, share in runs)},
-                spread=Spread.of([speed_ratio(undisturbed_pairs(run.pairs)) for run, _ in runs]),
+                spread=Spread.of([speed_ratio(undisturbed_pairs(run.pairs)) for run, _ in runs if run.pairs]),
                 note="goes round in circles: no gain of it counts" if kind.loops else "",
             )  # fmt: skip
 
