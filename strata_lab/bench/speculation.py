@@ -52,7 +52,7 @@ from strata_lab.speculative.loops import loop_start
 
 SCRIPT = "python -m strata_lab.bench.speculation"
 BATCHES = (1, 2, 4, 8, 16)
-PLACE_S = 25.0  # seconds for a kind of text and batch size; as many groups of requests as begin within it
+PLACE_S = {1: 6.0, 2: 8.0, 4: 12.0, 8: 16.0, 16: 24.0}  # seconds by batch size: groups of requests begin within them
 OUTPUT_TOKENS = 64
 MIN_TOKENS = 16  # a text whose loop begins earlier is left out
 MAX_MODEL_LEN = 1024
@@ -204,7 +204,7 @@ def figures(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def measure(
-    engine: Any, places: Mapping[str, Sequence[int]], drafter: str, place_s: float, max_tokens: int
+    engine: Any, places: Mapping[str, Sequence[int]], drafter: str, place_s: float | None, max_tokens: int
 ) -> Iterator[Record]:
     """A record per kind of text and batch size, as they are made.
 
@@ -212,7 +212,7 @@ def measure(
         engine: an open `LLMEngine` whose background loop does not run.
         places: kind of text to batch sizes.
         drafter: "ngram" or "draft".
-        place_s: seconds for each; at least one group of requests is run.
+        place_s: seconds for each; at least one group of requests is run. None is `PLACE_S`.
         max_tokens: of a text.
     """
     environment = Environment.now(engine.device.type)
@@ -222,8 +222,9 @@ def measure(
         engine._loop.put_in_force(settings[0], engine._builder.new_block_manager, 0.0)
         lengths = usable_lengths(engine, kind, max_tokens)
         for batch in batches:
-            groups, end_s = groups_of(lengths, batch), time.perf_counter() + place_s
+            groups = groups_of(lengths, batch)
             one_group(engine, kind, groups[0][0], MIN_TOKENS, (settings[0], settings[0]))  # captures plain steps
+            end_s = time.perf_counter() + (place_s or PLACE_S.get(batch, max(PLACE_S.values())))
             runs: list[tuple[Group, float]] = []
             while not runs or time.perf_counter() < end_s:
                 group = groups[len(runs) % len(groups)]
@@ -315,7 +316,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft-model", help="the model that guesses, with --drafter draft")
     parser.add_argument("--workloads", default=",".join(k.name for k in TEXT_KINDS), help="names with commas between")
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="numbers with commas between")
-    parser.add_argument("--place-s", type=float, default=PLACE_S, help=f"seconds for each of both (default: {PLACE_S})")
+    parser.add_argument("--place-s", type=float, help=f"seconds for each of both (default by batch size: {PLACE_S})")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no other record after these seconds")
     parser.add_argument("--missing", action="store_true", help="only what the results file does not have")
     parser.add_argument("--tokens", type=int, help=f"of output at most (default: {OUTPUT_TOKENS}; {CHECKED_TOKENS})")
