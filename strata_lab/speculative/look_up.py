@@ -60,13 +60,14 @@ def follows(text: list[int]) -> int:
 def remember(texts: Tensor, state: WindowState, num_rows: int) -> None:
     """Write the `num_rows` tokens sampled in a window behind each text; it has not moved on yet.
 
-    All of them: what is behind the accepted ones is overwritten by the next cycle, and read by none.
+    All of them: what is behind the accepted ones is overwritten by the next cycle, and read by none. Token 0 stands for
+    one that only the host can tell, since what is in a text may become a guess.
     """
     base = state.base
     place = base.positions + torch.arange(1, num_rows + 1, device=texts.device)[:, None]  # [rows, B]
     there = (base.seq_lens > 0) & (place < texts.shape[1])
     row = torch.arange(texts.shape[0], device=texts.device).expand_as(place)
-    texts[row[there], place[there]] = state.report[1, :num_rows][there].int()
+    texts[row[there], place[there]] = state.report[1, :num_rows][there].clamp(min=0).int()
 
 
 @dataclass(frozen=True)

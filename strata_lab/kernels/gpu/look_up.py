@@ -73,7 +73,7 @@ def _remember_kernel(
     place = tl.load(positions + row) + 1 + step
     there = (tl.load(seq_lens + row) > 0) & (step < ROWS) & (place < slots)
     tokens = tl.load(sampled + step * num_seqs + row, mask=there, other=0)
-    tl.store(texts + row.to(tl.int64) * slots + place, tokens.to(tl.int32), mask=there)
+    tl.store(texts + row.to(tl.int64) * slots + place, tl.maximum(tokens, 0).to(tl.int32), mask=there)
 
 
 def look_up(texts: Tensor, state: WindowState, num_drafts: int) -> None:
