@@ -115,15 +115,17 @@ def segment(*ms: float, size: int = 1, tokens: int = 0) -> in_turns.Segment:
 
 
 def test_both_sides_compute_the_same_texts_in_turns_and_nobody_sees_the_other(engine) -> None:
-    prompts, wishes = [ECHO.prompt(n) for n in range(2)], [ECHO.params(n, 15) for n in range(2)]
+    kind = dataclasses.replace(ECHO, temperature=0.0)  # greedy texts of a small model go round
+    prompts, wishes = [kind.prompt(n) for n in range(4)], [kind.params(n, 48) for n in range(4)]
+    wishes = [dataclasses.replace(wish, ignore_eos=True) for wish in wishes]
     off, on = speculation.settings_of(engine, "ngram")
     drafted = dataclasses.replace(on, speculation=in_turns.Clocked(on.speculation))
     on.speculation.policy, policy = None, on.speculation.policy
     turns = in_turns.Turns(*(in_turns.Side(engine, parts, prompts, wishes) for parts in (off, drafted))).run()
     on.speculation.policy = policy
-    assert turns.off.texts == turns.on.texts and {len(text) for text in turns.on.texts} == {15}
+    assert turns.off.texts == turns.on.texts and {len(text) for text in turns.on.texts} == {48}
     assert all(not step.drafts for step in turns.off.steps) and any(step.drafts for step in turns.on.steps)
-    assert {step.num_decode_tokens for step in turns.off.steps} == {2}
+    assert {step.num_decode_tokens for step in turns.off.steps} == {4}
     assert len(drafted.speculation.ms) == len(turns.on.steps)
     whole = [pair for pair in turns.pairs if pair.on.tokens]
     assert len(whole) > 2
