@@ -50,9 +50,9 @@ _CUDA = {
     "thermal_governor": "The card's temperatures are read once a second, and steps or seats held back as far as needed "
     "to stay below where it would cut its clocks. Clocks and power limits are never changed.",
     "speculative": "A step reads the weights once however many tokens it verifies, so at small batches right guesses "
-    "are almost free. A draft model guesses on the card, ahead of the host, for up to 4 requests at a time; copies are "
-    "looked up by the host. Drafting stops where the clock says that it loses.",
-    "num_draft_tokens": "Bounds a guess; how many pay is measured on this card. A draft model makes 1, 2, 3, 5 or 7.",
+    "are almost free. Copies are looked up and a draft model guesses on the card, ahead of the host, for up to 4 "
+    "requests at a time. Drafting stops where the clock says that it loses.",
+    "num_draft_tokens": "Bounds a guess; how many pay is measured on this card, of 1, 2, 3, 5 and 7.",
     "cuda_graph": "The decode step, sampling included, is a CUDA graph per batch size that feeds its own tokens back; "
     "off launches every kernel from Python.",
     "fused_kernels": "Norms, RoPE, cache write, SiLU, weighted sums and residuals run inside products and attention; "

@@ -148,19 +148,23 @@ def write_results(name: str, records: Iterable[Record], folder: Path | str | Non
         raise ValueError(f"results {name!r} need at least one record; a run that measured nothing leaves no file")
     for record in made:
         check_mbu(record.name, record.metrics.get("mbu"))
-    target = Path(folder) if folder is not None else REPOSITORY / "docs" / "results"
-    target.mkdir(parents=True, exist_ok=True)
-    path = target / f"{name}.json"
+    path = results_path(name, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.write_text(json.dumps([r.as_dict() for r in made], indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     part.replace(path)
     return path
 
 
+def results_path(name: str, folder: Path | str | None = None) -> Path:
+    """Where `write_results` writes."""
+    return (Path(folder) if folder is not None else REPOSITORY / "docs" / "results") / f"{name}.json"
+
+
 def join_results(name: str, records: Iterable[Record], folder: Path | str | None = None) -> Path:
     """`write_results` for a run in pieces: records of the file that are not measured anew stay, before the new ones."""
     made = list(records)
-    path = (Path(folder) if folder is not None else REPOSITORY / "docs" / "results") / f"{name}.json"
+    path = results_path(name, folder)
     earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
     replaced = {record.name for record in made}
     kept = [

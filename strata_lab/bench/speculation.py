@@ -1,12 +1,13 @@
 """Does guessing tokens pay? Ten kinds of text at several batch sizes, with the policy on against plain decoding.
 
-`python -m strata_lab.bench.speculation` runs each group of requests plain, with drafts, and plain again (A/B/A) in one
-engine, as somebody has it who leaves the toggle on: what the policy learned from one kind of text it takes to the
-next, and what it loses until it notices is counted. The texts are the same on both sides. Where one goes round in
-circles it is cut before the loop, except where loops are the workload, which is never counted as a gain.
+`python -m strata_lab.bench.speculation` runs each group of requests twice at once in one engine, plain and with drafts,
+a few tokens of each in turns (`in_turns.py`), as somebody has it who leaves the toggle on: what the policy learned from
+one kind of text it takes to the next, and what it loses until it notices is counted. The texts are the same on both
+sides. Where one goes round in circles it is cut before the loop, except where loops are the workload, which is never
+counted as a gain.
 
-`--check` compares greedy texts with and without drafts, with as many guesses as the window has in every step. Records
-are joined to those that the results file has, so a run may be cut into pieces with `--workloads` and `--batches`.
+Records are joined to those that the results file has: a run may be cut into pieces with `--workloads` and `--batches`,
+or simply be started again with `--missing`. `--check` compares greedy texts instead (`speculation_check.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,141 +24,146 @@ from importlib.util import find_spec
 from typing import Any
 
 from strata_lab.bench.drafted_texts import NUM_REQUESTS, TEXT_KINDS, TextKind, text_kind
-from strata_lab.bench.harness import Environment, Record, Spread, a_b_a, join_results, undisturbed
+from strata_lab.bench.harness import (
+    Environment,
+    Record,
+    Spread,
+    join_results,
+    median_interval,
+    results_path,
+    undisturbed,
+)
+from strata_lab.bench.in_turns import (
+    Clocked,
+    Pair,
+    Side,
+    Turns,
+    ratio_interval,
+    run_all,
+    speed_ratio,
+    undisturbed_pairs,
+)
 from strata_lab.bench.measure import RunFailed
+from strata_lab.bench.speculation_check import CHECKED_BATCH, CHECKED_DRAFTS, CHECKED_TOKENS, check
 from strata_lab.bench.speculation_report import text_table, verdict_lines
 from strata_lab.config import DEFAULT_MODEL
-from strata_lab.events import Draft, StepEvent
-from strata_lab.sampling_params import SamplingParams
+from strata_lab.events import Draft
 from strata_lab.speculative.loops import loop_start
 
 SCRIPT = "python -m strata_lab.bench.speculation"
 BATCHES = (1, 2, 4, 8, 16)
-ROUNDS = {1: 6, 2: 3, 4: 3}  # groups of requests per batch size; larger batches have many texts in each
-FEWEST_ROUNDS = 2
-OUTPUT_TOKENS, TOKENS_TOGETHER, CHECKED_TOKENS = 64, 32, 128  # the second: of more than two requests
+PLACE_S = {1: 6.0, 2: 8.0, 4: 12.0, 8: 16.0, 16: 24.0}  # seconds by batch size: groups of requests begin within them
+OUTPUT_TOKENS = 64
 MIN_TOKENS = 16  # a text whose loop begins earlier is left out
-CHECKED_BATCH, CHECKED_DRAFTS = 10, 3
 MAX_MODEL_LEN = 1024
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One run of a group of requests, from when their last prompt was computed.
+class Group:
+    """What came of one group of requests.
 
     Attributes:
-        tok_s: tokens per second, all requests together, while all of them decode: drafts let some end far sooner than
-            others, and the rest of a group is a smaller batch.
-        total_tok_s: tokens per second until the last request has ended.
-        texts: token ids of each request.
+        pairs: the same pieces of its texts with and without drafts.
+        off_ms, on_ms: wall time until its last text had ended.
+        off_texts, on_texts: token ids of each request.
         drafts: verified proposals.
-        num_steps, num_drafted: steps, and those with drafts.
-        num_decodes: requests that decoded, summed over the steps.
+        num_steps, num_drafted: steps with the policy on, and those of them with drafts.
+        num_decodes: requests that decoded, summed over these steps.
         num_tokens: what they got.
-        disturbed: share of the processors that other programs took meanwhile.
+        idle_ms: of each step without drafts, what the policy and looking took, and the whole.
     """
 
-    tok_s: float
-    total_tok_s: float
-    texts: tuple[tuple[int, ...], ...]
+    pairs: tuple[Pair, ...]
+    off_ms: float
+    on_ms: float
+    off_texts: tuple[tuple[int, ...], ...]
+    on_texts: tuple[tuple[int, ...], ...]
     drafts: tuple[Draft, ...]
     num_steps: int
     num_drafted: int
     num_decodes: int
     num_tokens: int
-    disturbed: float = 0.0
+    idle_ms: tuple[tuple[float, float], ...] = ()
 
 
-def one_pass(engine: Any, kind: TextKind, numbers: Sequence[int], lengths: Mapping[int, int]) -> Pass:
-    """Run requests of a kind together, each up to its length; `RunFailed` where that cannot be measured."""
-    cursor = engine.events.cursor
-    outputs = engine.generate(
-        [kind.prompt(number) for number in numbers], [kind.params(number, lengths[number]) for number in numbers]
-    )
-    events, _, lost = engine.events.since(cursor)
-    errors = [output.error for output in outputs if output.error is not None]
-    if errors or lost:
-        raise RunFailed(f"{kind.name}: {errors[0] if errors else f'{lost} events were lost; measure fewer tokens'}")
-    steps = [event for event in events if isinstance(event, StepEvent)]
-    begin = max(i for i, step in enumerate(steps) if step.num_prefill_tokens)
-    decodes = steps[begin + 1 :]
-    if not decodes:
-        raise RunFailed(f"{kind.name}: all texts ended with their prompts; measure more tokens")
-    num_tokens = sum(len(step.tokens) for step in decodes)
-    full = [step for step in decodes if step.num_decode_tokens == len(numbers)]
-    if not full:
-        raise RunFailed(f"{kind.name}: no step had all {len(numbers)} requests; measure more tokens")
-    return Pass(
-        tok_s=sum(len(step.tokens) for step in full) / (full[-1].t_s - steps[begin].t_s),
-        total_tok_s=num_tokens / (decodes[-1].t_s - steps[begin].t_s),
-        texts=tuple(tuple(output.token_ids) for output in outputs),
-        drafts=tuple(draft for step in decodes for draft in step.drafts),
-        num_steps=len(decodes),
-        num_drafted=sum(bool(step.drafts) for step in decodes),
-        num_decodes=sum(step.num_decode_tokens for step in decodes),
-        num_tokens=num_tokens,
-    )
+def one_group(
+    engine: Any, kind: TextKind, numbers: Sequence[int], length: int, settings: tuple[Any, Any]
+) -> Group:  # fmt: skip
+    """Run requests of a kind together, by number, up to a length, without and with drafts in turns."""
+    prompts = [kind.prompt(number) for number in numbers]
+    params = [kind.params(number, length) for number in numbers]
+    clock = Clocked(settings[1].speculation)
+    engine._loop.put_in_force(settings[0], engine._builder.new_block_manager, 0.0)  # prompts of both sides
+    off, on = (Side(engine, p, prompts, params) for p in (settings[0], replace(settings[1], speculation=clock)))
+    turns = Turns(off, on).run()
+    found = Group(
+        pairs=tuple(turns.pairs), off_ms=turns.off_ms, on_ms=turns.on_ms,
+        off_texts=tuple(off.texts), on_texts=tuple(on.texts),
+        drafts=tuple(draft for step in on.steps for draft in step.drafts),
+        num_steps=len(on.steps),
+        num_drafted=sum(bool(step.drafts) for step in on.steps),
+        num_decodes=sum(step.num_decode_tokens for step in on.steps),
+        num_tokens=sum(len(step.tokens) for step in on.steps),
+        idle_ms=tuple((ms, step.duration_ms) for ms, step in zip(clock.ms, on.steps, strict=True) if not step.drafts),
+    )  # fmt: skip
+    off.forget()
+    on.forget()
+    return found
 
 
 def usable_lengths(engine: Any, kind: TextKind, max_tokens: int) -> dict[int, int]:
-    """How many tokens of each request are measured, by its number: up to its end or the beginning of a loop."""
+    """How many tokens of each request are measured, by its number, longest first: to its end or beginning of a loop."""
     numbers = range(NUM_REQUESTS)
-    outputs = engine.generate([kind.prompt(n) for n in numbers], [kind.params(n, max_tokens) for n in numbers])
-    lengths = {n: len(o.token_ids) if kind.loops else loop_start(o.token_ids) for n, o in enumerate(outputs)}
+    outputs = run_all(engine, [kind.prompt(n) for n in numbers], [kind.params(n, max_tokens) for n in numbers])
+    texts = [output.token_ids for output in outputs]
+    lengths = {n: len(text) if kind.loops else loop_start(text) for n, text in enumerate(texts)}
     usable = {n: length for n, length in lengths.items() if length >= min(MIN_TOKENS, max_tokens)}
     if not usable:
         raise RunFailed(f"{kind.name}: all texts go round in circles from the beginning; try another --model")
-    return usable
+    return dict(sorted(usable.items(), key=lambda item: -item[1]))
 
 
-def rounds_of(
-    engine: Any, kind: TextKind, batch: int, rounds: int, lengths: Mapping[int, int], drafter: str
-) -> tuple[list[list[Pass]], list[Pass]]:
-    """Passes without and with drafts, of `rounds` groups of requests: two without to each with."""
-    numbers = sorted(lengths)
-    plain: list[list[Pass]] = []
-    drafted: list[Pass] = []
-    one_pass(engine, kind, _group(numbers, 0, batch), dict.fromkeys(numbers, MIN_TOKENS // 4))  # captures plain steps
-    for index in range(rounds):
-        group = _group(numbers, index, batch)
-        timed = partial(_calm_pass, engine, kind, group, lengths)
-        off, on = a_b_a(lambda side: _switch(engine, drafter if side == "b" else "none"), timed, 1)
-        plain.append(off)
-        drafted += on
-    return plain, drafted
+def groups_of(lengths: Mapping[int, int], batch: int) -> list[tuple[list[int], int]]:
+    """Requests that run together, those of like lengths, and the length of the shortest of them: nobody ends early.
+
+    Where there are fewer than a batch takes, some are asked for twice.
+    """
+    numbers = list(lengths)
+    numbers *= -(-batch // len(numbers))
+    groups = [numbers[i : i + batch] for i in range(0, len(numbers) - batch + 1, batch)]
+    return [(group, min(lengths[n] for n in group)) for group in groups]
 
 
-def _calm_pass(engine: Any, kind: TextKind, numbers: Sequence[int], lengths: Mapping[int, int]) -> Pass:
-    found, share = undisturbed(partial(one_pass, engine, kind, numbers, lengths))
-    return replace(found, disturbed=share)
+def settings_of(engine: Any, drafter: str) -> tuple[Any, Any]:
+    """The parts of an engine without and with a drafter; the first are in force."""
+    found = []
+    for name in ("none", drafter, "none"):
+        report = engine.apply(speculative=name)
+        if not report.ok:
+            raise RunFailed(report.results["speculative"].reason)
+        found.append(engine.parts)
+    return found[2], found[1]
 
 
-def _group(numbers: Sequence[int], index: int, batch: int) -> list[int]:
-    return [numbers[(index * batch + i) % len(numbers)] for i in range(batch)]
-
-
-def _switch(engine: Any, drafter: str) -> None:
-    report = engine.apply(speculative=drafter)
-    if not report.ok:
-        raise RunFailed(report.results["speculative"].reason)
-
-
-def verdict(engine: Any, drafter: str, batch: int) -> dict[str, Any]:
+def verdict(settings: tuple[Any, Any], batch: int) -> dict[str, Any]:
     """What the policy makes of a batch size: metrics of a record."""
-    _switch(engine, drafter)
-    policy = engine.parts.speculation.policy
+    policy = settings[1].speculation.policy
     state, reason = policy.verdict(batch)
     kinds = {
         name: {"first": round(first, 3), "next": round(later, 3), "guesses": guesses}
         for name, first, later, guesses in policy.kinds(batch)
     }
-    _switch(engine, "none")
     return {"state": state, "reason": reason, "expected": kinds}
 
 
-def figures(plain: Sequence[Sequence[Pass]], drafted: Sequence[Pass]) -> dict[str, Any]:
-    """Metrics of a record: what was gained, and what came true of the guesses."""
-    windows = [draft for one in drafted for draft in one.drafts]
+def figures(groups: Sequence[Group]) -> dict[str, Any]:
+    """Metrics of a record: what was gained, how sure that is, and what came true of the guesses."""
+    found = [pair for group in groups for pair in group.pairs]
+    if not found:
+        raise RunFailed("no step had all requests; measure more tokens")
+    pairs, idle = undisturbed_pairs(found), [both for group in groups for both in group.idle_ms]
+    ratios = [pair.ratio for pair in pairs]
+    windows = [draft for group in groups for draft in group.drafts]
     by_place: tuple[list[int], list[int]] = [], []
     kinds: dict[str, dict[str, int]] = {}
     for draft in windows:
@@ -166,99 +173,74 @@ def figures(plain: Sequence[Sequence[Pass]], drafted: Sequence[Pass]) -> dict[st
         kind["drafted"] += len(draft.token_ids)
         kind["accepted"] += draft.num_accepted
     accepted = sum(by_place[1])
-    texts = [text for one in drafted for text in one.texts]
+    texts = [text for group in groups for text in group.on_texts]
+    off = [pair.off for pair in pairs]
+    plain_tok_s, net = 1e3 * sum(s.tokens for s in off) / sum(s.ms for s in off), speed_ratio(pairs)
     return {
-        "net_by_round": [
-            round(on.tok_s / statistics.mean(off.tok_s for off in around), 4)
-            for around, on in zip(plain, drafted, strict=True)
-        ],
-        "net_until_last": statistics.median(
-            on.total_tok_s / statistics.mean(off.total_tok_s for off in around)
-            for around, on in zip(plain, drafted, strict=True)
-        ),
-        "output_tok_s": statistics.median(one.tok_s for one in drafted),
-        "plain_tok_s": statistics.median(one.tok_s for around in plain for one in around),
-        "plain_drift": statistics.median(max(p.tok_s for p in s) / min(p.tok_s for p in s) for s in plain),
-        "tokens_per_step": sum(one.num_tokens for one in drafted) / sum(one.num_decodes for one in drafted),
-        "drafted_steps": sum(one.num_drafted for one in drafted) / sum(one.num_steps for one in drafted),
+        "net": net,
+        "net_interval": [round(end, 4) for end in ratio_interval(pairs)],
+        "net_of_median_pair": Spread.of(ratios).median,
+        "net_of_median_pair_interval": [round(end, 4) for end in median_interval(ratios)],
+        "pairs": len(pairs),
+        "pairs_disturbed": len(found) - len(pairs),
+        "policy_share": sum(own for own, _ in idle) / sum(ms for _, ms in idle) if idle else None,
+        "policy_us": 1e3 * statistics.median(own for own, _ in idle) if idle else None,
+        "net_until_last": sum(group.off_ms for group in groups) / sum(group.on_ms for group in groups),
+        "output_tok_s": net * plain_tok_s,
+        "plain_tok_s": plain_tok_s,
+        "tokens_per_step": sum(group.num_tokens for group in groups) / sum(group.num_decodes for group in groups),
+        "drafted_steps": sum(group.num_drafted for group in groups) / sum(group.num_steps for group in groups),
         "acceptance_rate": accepted / sum(by_place[0]) if windows else None,
         "drafted_by_position": by_place[0],
         "accepted_by_position": by_place[1],
         "kinds": kinds,
-        "disturbed_by_others": max(one.disturbed for side in (drafted, *plain) for one in side),
         "loops": sum(loop_start(text) < len(text) for text in texts),
         "loop_share": sum(d.num_accepted for d in windows if d.is_loop) / accepted if accepted else 0.0,
         "texts": len(texts),
         "different_texts": sum(
-            one != two
-            for around, on in zip(plain, drafted, strict=True)
-            for one, two in zip(around[0].texts, on.texts, strict=True)
+            one != two for group in groups for one, two in zip(group.off_texts, group.on_texts, strict=True)
         ),
-    }
+    }  # fmt: skip
 
 
 def measure(
-    engine: Any, kinds: Sequence[TextKind], batches: Sequence[int], drafter: str, rounds: int | None, max_tokens: int
+    engine: Any, places: Mapping[str, Sequence[int]], drafter: str, place_s: float | None, max_tokens: int
 ) -> Iterator[Record]:
-    """A record per kind of text and batch size, as they are made."""
+    """A record per kind of text and batch size, as they are made.
+
+    Args:
+        engine: an open `LLMEngine` whose background loop does not run.
+        places: kind of text to batch sizes.
+        drafter: "ngram" or "draft".
+        place_s: seconds for each; at least one group of requests is run. None is `PLACE_S`.
+        max_tokens: of a text.
+    """
     environment = Environment.now(engine.device.type)
-    for kind in kinds:
-        _switch(engine, "none")
+    settings = settings_of(engine, drafter)
+    for name, batches in places.items():
+        kind = text_kind(name)
+        engine._loop.put_in_force(settings[0], engine._builder.new_block_manager, 0.0)
         lengths = usable_lengths(engine, kind, max_tokens)
         for batch in batches:
-            count = rounds or ROUNDS.get(batch, FEWEST_ROUNDS)
-            most = max_tokens if batch <= 2 else min(max_tokens, TOKENS_TOGETHER)
-            shorter = {number: min(length, most) for number, length in lengths.items()}
-            plain, drafted = rounds_of(engine, kind, batch, count, shorter, drafter)
-            metrics = figures(plain, drafted) | verdict(engine, drafter, batch)
-            spread = Spread.of(metrics["net_by_round"])
+            groups = groups_of(lengths, batch)
+            one_group(engine, kind, groups[0][0], MIN_TOKENS, (settings[0], settings[0]))  # captures plain steps
+            end_s = time.perf_counter() + (place_s or PLACE_S.get(batch, max(PLACE_S.values())))
+            runs: list[tuple[Group, float]] = []
+            while not runs or time.perf_counter() < end_s:
+                group = groups[len(runs) % len(groups)]
+                runs.append(undisturbed(partial(one_group, engine, kind, *group, settings), tries=1))
+            metrics = figures([run for run, _ in runs]) | verdict(settings, batch)
             yield environment.record(
                 f"speculation/{drafter}/{kind.name}/x{batch}", script=SCRIPT,
-                conditions=_conditions(engine, kind, drafter) | {"batch": batch, "output_tokens": most},
-                metrics={"net": spread.median} | metrics, spread=spread,
+                conditions=conditions(engine, kind, drafter) | {"batch": batch, "output_tokens": max_tokens},
+                metrics=metrics | {"disturbed_by_others": max(share for _, share in runs)},
+                spread=Spread.of([speed_ratio(undisturbed_pairs(run.pairs)) for run, _ in runs if run.pairs]),
                 note="goes round in circles: no gain of it counts" if kind.loops else "",
             )  # fmt: skip
 
 
-def check(engine: Any, kinds: Sequence[TextKind], drafter: str, max_tokens: int) -> Iterator[Record]:
-    """Greedy texts with and without drafts; a record per kind of text, differences are written to stderr."""
-    environment = Environment.now(engine.device.type)
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    for kind in kinds:
-        prompts = [kind.prompt(number) for number in range(NUM_REQUESTS)]
-        texts = {}
-        for setting in ("none", drafter):
-            _switch(engine, setting)
-            speculation = engine.parts.speculation
-            before = engine.stats()
-            policy, speculation.policy = getattr(speculation, "policy", None), None  # every step drafts what it can
-            texts[setting] = [output.token_ids for output in engine.generate(prompts, params)]
-            speculation.policy = policy
-        after = engine.stats()
-        different = [n for n, pair in enumerate(zip(*texts.values(), strict=True)) if pair[0] != pair[1]]
-        for number in different:
-            sys.stderr.write(_difference(kind, number, *(side[number] for side in texts.values())))
-        yield environment.record(
-            f"speculation/{drafter}/{kind.name}/greedy", script=f"{SCRIPT} --check",
-            conditions=_conditions(engine, kind, drafter) | {"batch": CHECKED_BATCH, "output_tokens": max_tokens},
-            metrics={
-                "texts": len(prompts), "different_texts": len(different),
-                "drafted_tokens": after.num_drafted_tokens - before.num_drafted_tokens,
-                "accepted_tokens": after.num_accepted_tokens - before.num_accepted_tokens,
-            },
-            note="greedy, as many guesses as the window has in every step",
-        )  # fmt: skip
-
-
-def _difference(kind: TextKind, number: int, plain: Sequence[int], drafted: Sequence[int]) -> str:
-    place = next(i for i, (a, b) in enumerate(zip(plain, drafted, strict=True)) if a != b)
-    return (
-        f"{kind.name} {number}: token {place} is {plain[place]} without drafts and {drafted[place]} with them\n"
-        f"  {json.dumps(kind.prompt(number), ensure_ascii=False)}\n"
-    )
-
-
-def _conditions(engine: Any, kind: TextKind, drafter: str) -> dict[str, Any]:
+def conditions(engine: Any, kind: TextKind, drafter: str) -> dict[str, Any]:
+    """Of a record: model, toggles, task."""
     opt = engine.optimizations
     return {
         "model": engine.config.model, "weight_format": opt.weight_format, "kv_cache_dtype": opt.kv_cache_dtype,
@@ -272,32 +254,58 @@ def _conditions(engine: Any, kind: TextKind, drafter: str) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 1 if texts differ in a check."""
     options = _parser().parse_args(arguments)
-    from strata_lab.engine import LLMEngine
-
-    kinds = [text_kind(name) for name in options.workloads.split(",")]
-    batches = [int(size) for size in options.batches.split(",")]
-    checks: dict[str, Any] = {"max_num_seqs": CHECKED_BATCH, "num_draft_tokens": CHECKED_DRAFTS}
-    extra = checks if options.check else {"max_num_seqs": max(batches)}
-    made: list[Record] = []
-    with LLMEngine(
-        options.model, device=options.device, draft_model=options.draft_model, max_model_len=MAX_MODEL_LEN, **extra
-    ) as engine:
-        if options.check:
-            records = check(engine, kinds, options.drafter, options.tokens or CHECKED_TOKENS)
-        else:
-            tokens = options.tokens or OUTPUT_TOKENS
-            records = measure(engine, kinds, batches, options.drafter, options.rounds, tokens)
-        for record in records:
-            made.append(record)
-            path = join_results(options.name, made, options.results)  # what is there is kept if the run is cut
-            sys.stderr.write(f"{record.name}: {record.metrics.get('net', record.metrics['different_texts'])}\n")
-    joined = json.loads(path.read_text(encoding="utf-8"))
+    started, made = time.perf_counter(), []
+    for record in _records(options):
+        made.append(record)
+        join_results(options.name, made, options.results)  # what is there is kept if the run is cut
+        sys.stderr.write(f"{record.name}: {record.metrics.get('net', record.metrics['different_texts'])}\n")
+        if time.perf_counter() - started > options.limit_s:
+            break
+    joined = _found(options)
     if find_spec("rich"):  # a machine that is only measured may have no more than the core's packages
         from rich.console import Console
 
         Console().print(text_table(joined))
     sys.stdout.writelines(f"{line}\n" for line in verdict_lines(joined))
     return int(options.check and any(record.metrics["different_texts"] for record in made))
+
+
+def _records(options: argparse.Namespace) -> Iterator[Record]:
+    """What was asked for, as it is made."""
+    from strata_lab.engine import LLMEngine
+
+    batches = [int(size) for size in options.batches.split(",")]
+    if not (places := _places(options, batches)):
+        return
+    checks: dict[str, Any] = {"max_num_seqs": CHECKED_BATCH, "num_draft_tokens": CHECKED_DRAFTS}
+    extra = checks if options.check else {"max_num_seqs": max(batches)}
+    with LLMEngine(
+        options.model, device=options.device, draft_model=options.draft_model, max_model_len=MAX_MODEL_LEN, **extra
+    ) as engine:
+        if options.check:
+            kinds = [text_kind(name) for name in places]
+            yield from check(engine, kinds, options.drafter, options.tokens, conditions, SCRIPT)
+        else:
+            yield from measure(engine, places, options.drafter, options.place_s, options.tokens or OUTPUT_TOKENS)
+
+
+def _found(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Records of the results file; none where there is no file."""
+    path = results_path(options.name, options.results)
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+
+
+def _places(options: argparse.Namespace, batches: Sequence[int]) -> dict[str, list[int]]:
+    """Kinds of text and batch sizes that are to be measured."""
+    there = {record["name"] for record in _found(options)} if options.missing else set()
+    places: dict[str, list[int]] = {}
+    for name in options.workloads.split(","):
+        head = f"speculation/{options.drafter}/{text_kind(name).name}"
+        if options.check:
+            places |= {} if f"{head}/greedy" in there else {name: []}
+        elif missing := [batch for batch in batches if f"{head}/x{batch}" not in there]:
+            places[name] = missing
+    return places
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -308,7 +316,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft-model", help="the model that guesses, with --drafter draft")
     parser.add_argument("--workloads", default=",".join(k.name for k in TEXT_KINDS), help="names with commas between")
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="numbers with commas between")
-    parser.add_argument("--rounds", type=int, help=f"groups of requests per batch size (default: {ROUNDS}, then 2)")
+    parser.add_argument("--place-s", type=float, help=f"seconds for each of both (default by batch size: {PLACE_S})")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no other record after these seconds")
+    parser.add_argument("--missing", action="store_true", help="only what the results file does not have")
     parser.add_argument("--tokens", type=int, help=f"of output at most (default: {OUTPUT_TOKENS}; {CHECKED_TOKENS})")
     parser.add_argument("--check", action="store_true", help="compare greedy texts instead of speeds")
     parser.add_argument("--name", default="speculation_cpu", help="results file, which is added to")

@@ -1,9 +1,9 @@
 """Drafting and verifying ahead of the host: the device guesses, verifies and goes on, and the host reads the tokens.
 
-A cycle is captured whole: the draft model's steps, the target's step over the last token and the drafts, sampling, and
-moving each request on behind what came true (`window_state.py`). Two cycles are queued, as `run_ahead.py` queues steps;
-how many drafts a cycle has is chosen when it is queued. Nobody waits for a cycle but who reads its tokens, so a kernel
-follows a kernel.
+A cycle is captured whole: the guesses of a draft model or of a look-up in the text, the target's step over the last
+token and the drafts, sampling, and moving each request on behind what came true (`window_state.py`). Two cycles are
+queued, as `run_ahead.py` queues steps; how many drafts a cycle has is chosen when it is queued. Nobody waits for a
+cycle but who reads its tokens, so a kernel follows a kernel.
 
 The scheduler takes part as with any drafts: the guesses of a step stand in its items as `TO_BE_GUESSED`, and the runner
 puts the device's in their place. What was queued is used while the scheduler asks for the same requests at the places
@@ -30,6 +30,7 @@ from strata_lab.sampler import SampledTokens
 from strata_lab.scheduler import most_slots
 from strata_lab.speculative.cycles import MIN_WIDTH, REQUESTS, Captured, Cycles
 from strata_lab.speculative.draft_model import DraftModel
+from strata_lab.speculative.look_up import LookUp
 
 CYCLES_AHEAD = 2  # queued at most: one that runs while the host books the one before
 
@@ -75,14 +76,14 @@ class AheadDrafter:
     """`Drafter` whose guesses are made by the device, in the cycle that verifies them.
 
     Args:
-        model: knows which texts it has taken in.
+        model: knows which texts it has taken in; or a look-up.
     """
 
     name: str
     classes: tuple[tuple[str, int], ...]
     costs_time = False  # a cycle's cost has its drafts in it
 
-    def __init__(self, model: DraftModel) -> None:
+    def __init__(self, model: DraftModel | LookUp) -> None:
         self.model, self.name, self.classes = model, model.name, model.classes
         self.look, self.forget = model.look, model.forget
 
@@ -96,11 +97,11 @@ class DraftAhead:
 
     Args:
         ahead: decodes without drafts, and has the target.
-        model: the draft model; which texts it has taken in, and its blocks.
+        model: the draft model; which texts it has taken in, and its blocks. Or a look-up, which has neither.
         cycles: of both, captured.
     """
 
-    def __init__(self, ahead: RunAhead, model: DraftModel, cycles: Cycles) -> None:
+    def __init__(self, ahead: RunAhead, model: DraftModel | LookUp, cycles: Cycles) -> None:
         self.ahead, self.model, self.cycles = ahead, model, cycles
         self.block_size, self.device = ahead.block_size, ahead.device
         self._flight: _Flight | None = None
@@ -290,6 +291,7 @@ class DraftAhead:
         empty = [0] * widths[1]
         state.drafts.block_tables.copy_(torch.tensor([(t + empty)[: widths[1]] for t in known] + [empty] * padding))
         state.spread()
+        self.cycles.guesses.begin(captured.kept, [item.request for item in items])
         started = self.ahead.clock()
         started.record()
         self._flight = flight = _Flight(

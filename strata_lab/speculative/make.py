@@ -21,9 +21,10 @@ from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import EagerStep, Runner, Step, StepInputs
 from strata_lab.settings import ConfigError
 from strata_lab.speculative.ahead import AheadDrafter, DraftAhead
-from strata_lab.speculative.costs import StepCosts
 from strata_lab.speculative.cycles import Cycles
 from strata_lab.speculative.draft_model import DraftModel
+from strata_lab.speculative.guesses import Guesses, TokenGuesses
+from strata_lab.speculative.look_up import LookUp, LookUpGuesses
 from strata_lab.speculative.policy import DraftPolicy
 from strata_lab.speculative.speculator import DraftTimes, Speculator
 from strata_lab.speculative.timing import measured_costs, time_ms
@@ -39,31 +40,37 @@ def speculator(
     Args:
         drafter: makes the guesses.
         step: the target's, to be timed.
-        runner: what runs it; where it decodes ahead of the host and a model drafts, drafts are made ahead as well.
+        runner: what runs it; where it decodes ahead of the host, drafts are made ahead as well.
         most: guesses per request and step.
         recorder: makes one that captures here.
     """
-    if isinstance(runner, RunAhead) and isinstance(drafter, DraftModel):
-        return _ahead(drafter, runner, most, recorder())
+    if isinstance(runner, RunAhead):
+        return _ahead(drafter if isinstance(drafter, DraftModel) else LookUp(), runner, most, recorder())
     costs = measured_costs(step, runner.block_size, runner.device)
-    if isinstance(runner, RunAhead):  # its plain steps do not wait for each other's tokens, as the timed ones did
-        points = costs.points()
-        faster = runner.step_ms(recorder()) / points["plain"][1]
-        costs = StepCosts({n: ms * faster for n, ms in points["plain"].items()}, points["window"])
     times = DraftTimes(drafter.first_ms()) if drafter.costs_time else None
     draft_ms: Callable[[int], float] = times or (lambda count: 0.0)
     return Speculator(drafter, DraftPolicy(costs, drafter.classes, most, draft_ms), most, times)
 
 
-def _ahead(model: DraftModel, runner: RunAhead, most: int, recorder: Recorder) -> Speculator:
-    drafting = getattr(model.step, "eager", model.step)
-    assert isinstance(drafting, EagerStep), type(drafting)
-    num_logits = drafting.model.weights.head.shape[0]
+def _ahead(model: DraftModel | LookUp, runner: RunAhead, most: int, recorder: Recorder) -> Speculator:
+    guesses = _guesses(model, runner)
+    num_logits = guesses.model.weights.head.shape[0]
     sampling = GpuSampling(runner.block_size, num_logits, runner.device)
-    cycles = Cycles(runner, drafting, sampling, model.to_target, sampling.windows, recorder, most)
+    to_target = model.to_target if isinstance(model, DraftModel) else None
+    cycles = Cycles(runner, guesses, sampling, to_target, sampling.windows, recorder, most)
     drafter = AheadDrafter(model)
     policy = DraftPolicy(cycles.costs(), drafter.classes, most)
     return Speculator(drafter, policy, most, runner=DraftAhead(runner, model, cycles))
+
+
+def _guesses(model: DraftModel | LookUp, runner: RunAhead) -> Guesses:
+    if isinstance(model, LookUp):
+        from strata_lab.kernels.gpu.look_up import LOOK_UPS  # here: a CPU needs no Triton
+
+        return LookUpGuesses(runner.eager.model, LOOK_UPS)
+    step = getattr(model.step, "eager", model.step)
+    assert isinstance(step, EagerStep), type(step)
+    return TokenGuesses(step)
 
 
 def num_draft_blocks(max_num_seqs: int, max_model_len: int, block_size: int) -> int:

@@ -38,8 +38,16 @@ EXACT = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """A target and another model of its vocabulary."""
-    return [write_checkpoint(tmp_path_factory.mktemp(family), family)[0] for family in ("llama", "qwen3")]
+    """A target and another model of its vocabulary.
+
+    Stored as the target holds them: a draft keeps its own format, and a model that drafts for itself must have the same
+    numbers. The logits of these small models lie so close that rounded weights put them into another order, which
+    hardly moves the first and changes every other draw.
+    """
+    return [
+        write_checkpoint(tmp_path_factory.mktemp(family), family, dtype=torch.bfloat16)[0]
+        for family in ("llama", "qwen3")
+    ]
 
 
 def always(engine: LLMEngine, most: int) -> None:
@@ -71,20 +79,24 @@ def test_drafts_made_ahead_change_no_token(folders: list[Any], params: SamplingP
         assert (stats.acceptance_rate > 0.95) == (draft == 0)
 
 
-@pytest.mark.parametrize("most", [2, 8])
-def test_verified_copies_change_no_token_and_are_captured_once(folders: list[Any], most: int) -> None:
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_copies_looked_up_ahead_change_no_token_and_are_captured_once(
+    folders: list[Any], params: SamplingParams
+) -> None:
     text = prompts(1)[0] * 3
     with LLMEngine(folders[0], **EXACT) as engine:
-        expected = engine.generate([text], GREEDY)[0].token_ids
-        assert engine.apply(speculative="ngram", num_draft_tokens=most).ok
-        always(engine, most)
-        assert engine.generate([text], GREEDY)[0].token_ids == expected
-        assert engine.stats().num_drafted_tokens > 0
-        windows = engine._loop.parts.runner.runner.step.windows
-        captures = dict(windows._captures)
-        assert captures
-        assert engine.generate([text], GREEDY)[0].token_ids == expected
-        assert windows._captures == captures
+        expected = tokens(engine, params), engine.generate([text], params)[0].token_ids
+        assert engine.apply(speculative="ngram").ok
+        cycles = engine._loop.parts.runner.cycles
+        for most in (1, 3, 7):
+            always(engine, most)
+            assert (tokens(engine, params), engine.generate([text], params)[0].token_ids) == expected, most
+        assert engine.stats().num_drafted_tokens > 100
+        captured = {key: dict(c.replays) for key, c in cycles._captures.items()}
+        assert engine.generate([text], params)[0].token_ids == expected[1]
+        assert {key: dict(c.replays) for key, c in cycles._captures.items()} == captured
+        if params is GREEDY:
+            assert engine.stats().num_accepted_tokens > 0, "greedy texts of a small model go round"
 
 
 def test_no_step_captures_anew_and_closing_gives_the_memory_back(folders: list[Any]) -> None:

@@ -22,8 +22,8 @@ from strata_lab.sampler import Sampler
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.speculative.ahead import AheadDrafter, DraftAhead
 from strata_lab.speculative.cycles import Cycles
-from strata_lab.speculative.make import speculator
-from strata_lab.speculative.ngram import NgramDrafter
+from strata_lab.speculative.guesses import TokenGuesses
+from strata_lab.speculative.look_up import TORCH_LOOK_UPS, LookUp, LookUpGuesses, follows
 from strata_lab.speculative.speculator import Speculator
 from strata_lab.speculative.window_state import TORCH_WINDOWS
 from tests.checkpoints import VOCAB, write_checkpoint
@@ -60,11 +60,12 @@ def plain(folders: list[Any]) -> Iterator[LLMEngine]:
 
 
 def engine(
-    folders: list[Any], *, draft: int = 0, blocks: int = 64, most: int = 3, kept: Tensor | None = None, **toggles: Any
-) -> tuple[LLMEngine, Replays, Replays]:
-    """An engine that drafts ahead, with the replays of its cycles and of its plain steps."""
+    folders: list[Any], *, draft: int | None = 0, blocks: int = 64, most: int = 3, kept: Tensor | None = None,
+    **toggles: Any,
+) -> tuple[LLMEngine, Replays, Replays]:  # fmt: skip
+    """An engine that drafts ahead, by look-up if `draft` is None, with the replays of its cycles and plain steps."""
     made = LLMEngine(
-        folders[0], device="cpu", optimizations=OFF, draft_model=folders[draft], max_model_len=MAX_LEN,
+        folders[0], device="cpu", optimizations=OFF, draft_model=folders[draft or 0], max_model_len=MAX_LEN,
         block_size=BLOCK_SIZE, num_kv_blocks=blocks, **toggles,
     )  # fmt: skip
     parts, cycles, steps = made._loop.parts, Replays(), Replays()
@@ -73,12 +74,17 @@ def engine(
         Runner(step, Sampler(), BLOCK_SIZE, made.device), step, steps, TorchSampling(vocab_size), clock=Mark
     )
     ahead.max_model_len = MAX_LEN
-    model = made._builder._draft_model(parts.optimizations, parts.weights)
-    eager: Any = getattr(model.step, "eager", model.step)
-    if kept is not None:
-        model.to_target, eager = kept, Narrow(eager, kept)
-    guesses = TorchSampling(vocab_size if kept is None else len(kept))
-    captured = Cycles(ahead, eager, guesses, model.to_target, TORCH_WINDOWS, cycles, most)
+    model: Any = LookUp()
+    to_target, sampling = None, TorchSampling(vocab_size)
+    guesses: Any = LookUpGuesses(step.model, TORCH_LOOK_UPS)
+    if draft is not None:
+        model = made._builder._draft_model(parts.optimizations, parts.weights)
+        eager: Any = getattr(model.step, "eager", model.step)
+        if kept is not None:
+            model.to_target, eager = kept, Narrow(eager, kept)
+        sampling = TorchSampling(vocab_size if kept is None else len(kept))
+        guesses, to_target = TokenGuesses(eager), model.to_target
+    captured = Cycles(ahead, guesses, sampling, to_target, TORCH_WINDOWS, cycles, most)
     runner = DraftAhead(ahead, model, captured)
     speculation = Speculator(AheadDrafter(model), None, most, runner=runner)
     made._loop.parts = dataclasses.replace(parts, runner=runner, speculation=speculation)
@@ -111,10 +117,10 @@ def test_a_target_that_drafts_for_itself_keeps_every_guess(
         assert made._loop.parts.speculation.drafter.model.blocks.num_used == 0
 
 
-@pytest.mark.parametrize("draft", [0, 1])
+@pytest.mark.parametrize("draft", [0, 1, None])
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_requests_of_different_lengths_get_what_they_get_alone(
-    folders: list[Any], plain: LLMEngine, temperature: float, draft: int
+    folders: list[Any], plain: LLMEngine, temperature: float, draft: int | None
 ) -> None:
     params = [
         SamplingParams(temperature=temperature, max_tokens=n, seed=n, ignore_eos=True, top_p=0.9)
@@ -227,9 +233,9 @@ def test_windows_follow_what_is_wanted_from_cycle_to_cycle(folders: list[Any], p
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("draft", [0, 1])
+@pytest.mark.parametrize("draft", [0, 1, None])
 def test_random_traffic_in_a_small_pool_changes_no_token(
-    folders: list[Any], plain: LLMEngine, seed: int, draft: int
+    folders: list[Any], plain: LLMEngine, seed: int, draft: int | None
 ) -> None:
     """Requests of every kind come, end and are aborted at random, some are preempted, the policy changes its mind."""
     dice = random.Random(seed)
@@ -259,7 +265,7 @@ def test_random_traffic_in_a_small_pool_changes_no_token(
         outputs = {index: made.output(name) for index, name in names.items()}
         stats = made.stats()
         assert stats.kv_blocks_used == 0
-        assert stats.num_accepted_tokens > 0 or draft == 1
+        assert stats.num_accepted_tokens > 0 or draft != 0
     for index, (prompt, params, _) in enumerate(jobs):
         expected = alone(plain, prompt, params).token_ids
         got = outputs[index].token_ids
@@ -288,12 +294,38 @@ def test_what_it_costs_is_measured_for_every_window(folders: list[Any]) -> None:
         assert points["plain"] == {1: 0.5}, "a replay of two steps takes 1 ms here"
 
 
-def test_copies_are_judged_by_what_queued_plain_steps_cost(folders: list[Any]) -> None:
-    made, _, _ = engine(folders)
+def test_guesses_are_looked_up_in_the_text_as_it_is_when_its_cycle_begins(folders: list[Any], plain: LLMEngine) -> None:
+    phrase = prompts(1)[0]
+    made, cycles, _ = engine(folders, draft=None)
+    params = dataclasses.replace(GREEDY, max_tokens=60)
     with made:
-        ahead = made._loop.parts.runner.ahead
-        speculation = speculator(NgramDrafter(), ahead.eager, ahead, 4, Replays)
-    assert speculation.runner is None, "the engine's ordinary one verifies them"
-    points = speculation.policy.costs.points()
-    assert points["plain"][1] == pytest.approx(0.5)
-    assert set(points["window"]) == set(points["plain"])
+        outputs = made.generate([phrase * 3, phrase], params)
+        windows = [window for step in steps_of(made) for window in step.drafts]
+        stats = made.stats()
+    assert [o.token_ids for o in outputs] == [alone(plain, p, params).token_ids for p in (phrase * 3, phrase)]
+    texts = {o.request_id: (o.prompt_token_ids, o.token_ids) for o in outputs}
+    for window in windows:
+        prompt, output = texts[window.request_id]
+        known = [*prompt, *output[: window.index]]
+        assert list(window.token_ids) == (known[follows(known) :] * 3)[: len(window.token_ids)]
+    assert len(windows) > 20 and cycles.count > 10
+    assert stats.num_accepted_tokens > 5, "greedy texts of a small model go round"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_text_that_is_looked_up_may_reach_the_longest_there_is(
+    folders: list[Any], plain: LLMEngine, temperature: float
+) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=500, seed=5, ignore_eos=True, top_k=3)
+    made, _, _ = engine(folders, draft=None, most=7)
+    with made:
+        output = made.generate(prompts(1), params)[0]
+    assert output.token_ids == alone(plain, prompts(1)[0], params).token_ids
+    assert len(prompts(1)[0]) + len(output.token_ids) == MAX_LEN
+
+
+def test_look_ups_are_timed_with_their_cycles(folders: list[Any]) -> None:
+    made, _, _ = engine(folders, draft=None, most=4)
+    with made:
+        points = made._loop.parts.runner.cycles.costs().points()
+    assert sorted(points["window"]) == [2, 3, 4]

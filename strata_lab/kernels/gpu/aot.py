@@ -38,6 +38,7 @@ MODULES = (
     "sampling",
     "invariant",
     "window_state",
+    "look_up",
 )
 _ALIGNMENT = 16
 
