@@ -14,6 +14,9 @@ from typing import Any
 from strata_lab.models.errors import CheckpointError
 
 EMBEDDING = "model.embed_tokens.weight"  # the target's
+TOKENS, FEATURES = KINDS = ("tokens", "features")  # what a draft sees: tokens alone, or the target's states as well
+# Of a draft that sees states: how a row is made of a token and a state, which is normed first.
+TOKEN_PROJ, STATE_PROJ, STATE_NORM = "model.token_proj.weight", "model.state_proj.weight", "model.state_norm.weight"
 PROBE = "The quick brown fox: 3.14, naïve café\n\tdef f(x): return x"  # what differs between tokenizers shows here
 
 
