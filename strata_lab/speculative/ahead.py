@@ -229,7 +229,7 @@ class DraftAhead:
         """Whether one more cycle behind `ahead` tokens lies in blocks that the device knows; it is told of new ones."""
         needed = False
         state = flight.captured.state
-        widths = state.rows.block_tables.shape[1], state.pairs.block_tables.shape[1]
+        widths = state.rows.block_tables.shape[1], state.draft_tables.shape[1]
         for item in items:
             row, start = flight.rows[id(item.request)], item.start + ahead
             reach = min(start + num_rows, flight.last[row])
@@ -242,11 +242,11 @@ class DraftAhead:
             lengths = min(len(item.block_table), widths[0]), len(drafted)
             if lengths != flight.known[row]:
                 flight.known[row] = lengths
-                for tables, known in ((state.rows, item.block_table[: lengths[0]]), (state.pairs, drafted)):
+                of_rows = state.rows.block_tables, item.block_table[: lengths[0]]
+                for tables, known in (of_rows, (state.draft_tables, drafted)):
                     # From pinned memory: a copy from any other waits for the queued cycles.
                     pinned = torch.tensor(known, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-                    width = tables.block_tables.shape[1]
-                    by_step = tables.block_tables.view(-1, state.base.input_ids.shape[0], width)
+                    by_step = tables.view(-1, state.base.input_ids.shape[0], tables.shape[1])
                     by_step[:, row, : len(known)] = pinned.to(self.device, non_blocking=True)
         return needed
 
@@ -290,6 +290,7 @@ class DraftAhead:
         empty = [0] * widths[1]
         state.drafts.block_tables.copy_(torch.tensor([(t + empty)[: widths[1]] for t in known] + [empty] * padding))
         state.spread()
+        self.cycles.guesses.begin(captured.kept, [item.request for item in items])
         started = self.ahead.clock()
         started.record()
         self._flight = flight = _Flight(

@@ -1,7 +1,7 @@
 """Captured cycles of drafting and verifying: which there are, what each computes, and what it costs.
 
-A cycle of k drafts is the draft model's k steps, the target's step over the last token and the drafts, sampling, and
-the two ends of `window_state.py`. The draft model's first step takes two tokens of a request, the last two: where
+A cycle of k drafts is the draft model's k steps (`guesses.py`), the target's step over the last token and the drafts,
+sampling, and the two ends of `window_state.py`. A draft model of tokens begins with the last two of a request: where
 every draft of the cycle before came true it has not seen the one before the last, elsewhere it writes what is there.
 Cycles of any number of drafts work on one state, so that each cycle of a flight may have another.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from torch import Tensor
 from strata_lab.device_sampling import DeviceSampling
 from strata_lab.graph_runner import Recorder, free_bytes
 from strata_lab.run_ahead import RunAhead, decode_inputs
-from strata_lab.runner import EagerStep
 from strata_lab.speculative.costs import StepCosts
+from strata_lab.speculative.guesses import Guesses
 from strata_lab.speculative.window_state import WindowOps, WindowState
 
 DRAFTS = (1, 2, 3, 5, 7)  # of a captured cycle: the target's rows are one more, and few sizes compile few kernels
@@ -27,9 +28,12 @@ MIN_WIDTH = 64  # blocks of a captured table: a longer text captures all of them
 
 @dataclass
 class Captured:
-    """A state, and what replays a cycle on it, by number of drafts and whether a request has a temperature."""
+    """A state, what the drafts keep beside it, and what replays a cycle on them, by number of drafts and whether a
+    request has a temperature.
+    """
 
     state: WindowState
+    kept: Any
     replays: dict[tuple[int, bool], Callable[[], None]] = field(default_factory=dict)
 
 
@@ -38,7 +42,7 @@ class Cycles:
 
     Args:
         ahead: has the target.
-        drafting: the draft model's step.
+        guesses: makes the drafts.
         sampling: of the draft model's tokens, as many as it has logits.
         to_target: the target's token for each of them; None where it is the same.
         windows: the ends of a cycle on this device.
@@ -52,16 +56,16 @@ class Cycles:
     """
 
     def __init__(
-        self, ahead: RunAhead, drafting: EagerStep, sampling: DeviceSampling, to_target: Tensor | None,
+        self, ahead: RunAhead, guesses: Guesses, sampling: DeviceSampling, to_target: Tensor | None,
         windows: WindowOps, recorder: Recorder, most: int,
     ) -> None:  # fmt: skip
-        self.ahead, self.drafting, self.sampling = ahead, drafting, sampling
+        self.ahead, self.guesses, self.sampling = ahead, guesses, sampling
         self.windows, self.recorder = windows, recorder
-        ids = torch.arange(drafting.model.weights.head.shape[0], device=ahead.device)
+        ids = torch.arange(guesses.model.weights.head.shape[0], device=ahead.device)
         self.to_target: Tensor = ids if to_target is None else to_target
         self.drafts = tuple(count for count in DRAFTS if count <= most)
         self.capture_bytes = 0
-        self.max_draft_len = drafting.model.rotary[0].shape[0]
+        self.max_draft_len = guesses.model.rotary[0].shape[0]
         self._captures: dict[tuple[int, int, int], Captured] = {}
 
     def captured(self, num_seqs: int, width: int, draft_width: int, *, drawn: bool) -> Captured:
@@ -70,9 +74,10 @@ class Cycles:
         if key not in self._captures:
             widths, most = (width, draft_width), self.drafts[-1]
             made = WindowState.empty(
-                self.ahead.sampling, self.sampling, num_seqs, widths, most, self.ahead.block_size, self.to_target
-            )
-            self._captures[key] = Captured(made)
+                self.ahead.sampling, self.sampling, num_seqs, widths, most, self.ahead.block_size, self.to_target,
+                max(2, self.guesses.table_rows(most)),
+            )  # fmt: skip
+            self._captures[key] = Captured(made, self.guesses.empty(made))
         captured = self._captures[key]
         missing = [count for count in self.drafts if (count, drawn) not in captured.replays]
         if missing:
@@ -81,25 +86,24 @@ class Cycles:
             captured.state.base.seq_lens.zero_()  # a capture runs its work once: rows that pad write nowhere
             for done, count in enumerate(missing):
                 self.ahead.progress(task, done / len(missing))
-                captured.replays[count, drawn] = self._capture(captured.state, count, drawn)
+                captured.replays[count, drawn] = self._capture(captured, count, drawn)
             self.capture_bytes += max(0, before - free_bytes(self.ahead.device))
             self.ahead.progress(task, 1.0)
         return captured
 
-    def _capture(self, state: WindowState, num_drafts: int, drawn: bool) -> Callable[[], None]:
-        target, draft, num_seqs = self.ahead.sampling, self.sampling, state.base.input_ids.shape[0]
+    def _capture(self, captured: Captured, num_drafts: int, drawn: bool) -> Callable[[], None]:
+        state, kept, target, draft = captured.state, captured.kept, self.ahead.sampling, self.sampling
         sample, guess = (target.drawn, draft.drawn) if drawn else (target.greedy, draft.greedy)
         window = state.window(target, num_drafts)
         fed = state.report[0].view(-1)[: window.input_ids.shape[0]]
-        first, following = replace(decode_inputs(state.pairs), apart=True), decode_inputs(state.drafts)
         verified = replace(decode_inputs(window), input_ids=fed, apart=True)
 
         def work() -> Tensor:
             self.windows.open(state, window)
-            guess(self.drafting.every_row(first)[num_seqs:], state.drafts, 0)
-            for step in range(1, num_drafts):
-                guess(self.drafting.every_row(following), state.drafts, step)
-            sample(self.ahead.eager.every_row(verified), window, 0)
+            self.guesses.make(state, kept, num_drafts, guess)
+            logits, states = self.ahead.eager.rows(verified)
+            sample(logits, window, 0)
+            self.guesses.follow(state, window, kept, states)
             self.windows.close(state, window)
             return state.report
 

@@ -7,16 +7,18 @@ The target's builder calls it with what was asked for; it reads no toggle. A dra
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from strata_lab.block_manager import BlockManager
-from strata_lab.config import EngineConfig
+from strata_lab.config import EngineConfig, Optimizations
 from strata_lab.device_sampling import GpuSampling
 from strata_lab.graph_runner import Recorder
 from strata_lab.models.checkpoint import Checkpoint
-from strata_lab.models.draft_part import PROBE, DraftPart
+from strata_lab.models.draft_part import FEATURES, PROBE, DraftPart, state_mark
+from strata_lab.quant.base import LinearWeight
 from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import EagerStep, Runner, Step, StepInputs
 from strata_lab.settings import ConfigError
@@ -24,10 +26,14 @@ from strata_lab.speculative.ahead import AheadDrafter, DraftAhead
 from strata_lab.speculative.costs import StepCosts
 from strata_lab.speculative.cycles import Cycles
 from strata_lab.speculative.draft_model import DraftModel
+from strata_lab.speculative.feature_draft import FeatureDraft
+from strata_lab.speculative.feature_step import FeatureStep, RowWeights
+from strata_lab.speculative.guesses import FeatureGuesses, Guesses, TokenGuesses
 from strata_lab.speculative.policy import DraftPolicy
-from strata_lab.speculative.speculator import DraftTimes, Speculator
+from strata_lab.speculative.speculator import DraftTimes, Hear, Speculator, no_hearing
 from strata_lab.speculative.timing import measured_costs, time_ms
 
+NORM = "model.norm.weight"
 MAX_DRAFT_BLOCKS = 4096  # of a draft model's pool: 65,536 tokens in blocks of 16; requests beyond go without guesses
 
 
@@ -52,18 +58,33 @@ def speculator(
         costs = StepCosts({n: ms * faster for n, ms in points["plain"].items()}, points["window"])
     times = DraftTimes(drafter.first_ms()) if drafter.costs_time else None
     draft_ms: Callable[[int], float] = times or (lambda count: 0.0)
-    return Speculator(drafter, DraftPolicy(costs, drafter.classes, most, draft_ms), most, times)
+    policy = DraftPolicy(costs, drafter.classes, most, draft_ms)
+    return Speculator(drafter, policy, most, times, hear=listener(drafter))
 
 
 def _ahead(model: DraftModel, runner: RunAhead, most: int, recorder: Recorder) -> Speculator:
-    drafting = getattr(model.step, "eager", model.step)
-    assert isinstance(drafting, EagerStep), type(drafting)
-    num_logits = drafting.model.weights.head.shape[0]
+    guesses = _guesses(model)
+    num_logits = guesses.model.weights.head.shape[0]
     sampling = GpuSampling(runner.block_size, num_logits, runner.device)
-    cycles = Cycles(runner, drafting, sampling, model.to_target, sampling.windows, recorder, most)
+    cycles = Cycles(runner, guesses, sampling, model.to_target, sampling.windows, recorder, most)
     drafter = AheadDrafter(model)
     policy = DraftPolicy(cycles.costs(), drafter.classes, most)
-    return Speculator(drafter, policy, most, runner=DraftAhead(runner, model, cycles))
+    return Speculator(drafter, policy, most, runner=DraftAhead(runner, model, cycles), hear=listener(model))
+
+
+def _guesses(model: DraftModel) -> Guesses:
+    if isinstance(model, FeatureDraft):
+        from strata_lab.kernels.gpu.follow_rows import place_rows  # here: a CPU needs no Triton
+
+        return FeatureGuesses(model, place_rows)
+    step = getattr(model.step, "eager", model.step)
+    assert isinstance(step, EagerStep), type(step)
+    return TokenGuesses(step)
+
+
+def listener(drafter: Any) -> Hear:
+    """What wants to know of the target's steps."""
+    return drafter.hear if isinstance(drafter, FeatureDraft) else no_hearing
 
 
 def num_draft_blocks(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
@@ -96,6 +117,11 @@ def shared_vocabulary(name: str, draft: Checkpoint, target: Checkpoint) -> Draft
                 f"draft_model={name!r} was trained for {part.target}, {draft.config.hidden_size} wide, and the model "
                 f"is {target.config.hidden_size} wide; train one with strata train-draft, or try speculative='ngram'"
             )
+        if part.kind == FEATURES and part.mark != state_mark(target.tensor(NORM)):
+            raise ConfigError(
+                f"draft_model={name!r} sees the states of {part.target}, and the model is another one of the same "
+                "width; train one with strata train-draft --kind features, or try speculative='ngram'"
+            )
     if vocab_size != target.config.vocab_size:
         raise ConfigError(
             f"draft_model={name!r} has {vocab_size} tokens and the model has {target.config.vocab_size}: guesses must "
@@ -110,17 +136,36 @@ def shared_vocabulary(name: str, draft: Checkpoint, target: Checkpoint) -> Draft
 
 
 def model_drafter(
-    step: Step, num_blocks: int, block_size: int, device: torch.device, name: str, part: DraftPart | None
+    builder: Any, name: str, target: Checkpoint, embedding: LinearWeight, kv_cache_dtype: str | None
 ) -> DraftModel:
-    """A draft model on a pool of `num_blocks`, with the time of one of its steps."""
-    blocks = BlockManager(num_blocks, block_size)
+    """A draft model on a pool of its own, with the time of one of its steps.
+
+    Args:
+        builder: of the draft model; it is made with default toggles.
+        name: of the draft model.
+        target: the model that it guesses for.
+        embedding: of the target.
+        kv_cache_dtype: as of the target.
+    """
+    part = shared_vocabulary(name, builder.checkpoint, target)
+    builder.embedding = embedding if part else None
+    sees = part is not None and part.kind == FEATURES
+    wish = Optimizations(kv_cache_dtype=kv_cache_dtype, cuda_graph=not sees)  # its steps of the host are few
+    parts = builder.parts(builder.resolve(wish))
+    runner = parts.runner.runner if isinstance(parts.runner, RunAhead) else parts.runner
+    step, device = runner.step, builder.device
+    blocks, inputs = BlockManager(parts.kv.num_blocks, runner.block_size), StepInputs.idle(1, 2, device)
     if part is None:
-        drafter = DraftModel(step, blocks, device, name)
+        drafter, work = DraftModel(step, blocks, device, name), partial(step, inputs)
     else:
         to_target = torch.tensor(part.to_target, dtype=torch.int64, device=device)
-        drafter = DraftModel(step, blocks, device, name, to_target, part.vocab_size)
-    inputs = StepInputs.idle(1, 2, device)
+        tail = blocks, device, name, to_target, part.vocab_size
+        if sees:
+            step = FeatureStep(step, RowWeights.read(builder.reader(parts.optimizations.weight_format)))
+            drafter, work = FeatureDraft(step, *tail), partial(step.hidden, inputs, step.no_states(1))
+        else:
+            drafter, work = DraftModel(step, *tail), partial(step, inputs)
     with torch.inference_mode():
-        step(inputs)
-        drafter.step_ms = time_ms(lambda: step(inputs), device)
+        work()
+        drafter.step_ms = time_ms(work, device)
     return drafter

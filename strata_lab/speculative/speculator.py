@@ -17,6 +17,7 @@ from strata_lab.speculative.base import Drafter
 from strata_lab.speculative.loops import MIN_TOKENS, is_loop
 from strata_lab.speculative.policy import DraftPolicy
 
+Hear = Callable[[ScheduledBatch, Any], None]  # of a step, and its `StepResult`
 Observed = tuple[tuple[Draft, ...], SpeculationEvent | None]
 DRAFT_TIME_SHARE = 0.2  # of the latest drafting time in its average
 LOOK_SHARE = 0.01  # of a step's time that looking may take while it leads to nothing
@@ -28,6 +29,7 @@ class Speculation(Protocol):
     """What the loop calls."""
 
     runner: Any  # that makes the guesses and verifies them; None where the engine's ordinary one does
+    hear: Hear  # told of every step of the target, before its tokens are booked
 
     @property
     def status(self) -> tuple[str, str]:
@@ -52,11 +54,16 @@ class Speculation(Protocol):
         ...
 
 
+def no_hearing(batch: ScheduledBatch, result: Any) -> None:
+    """Of drafters that see tokens only."""
+
+
 class NoSpeculation:
     """`Speculation` that never guesses."""
 
     status = ("none", "")
     runner = None
+    hear = staticmethod(no_hearing)
 
     def prepare(self, running: Callable[[], Sequence[Request]]) -> None:
         """Nothing to prepare."""
@@ -76,6 +83,7 @@ class Speculator:
         times: of a drafter that costs time; what it takes is told to it.
         clock_s: for that time.
         runner: that makes the guesses, where it is not the drafter itself.
+        hear: what wants to know of the target's steps.
     """
 
     def __init__(
@@ -86,8 +94,9 @@ class Speculator:
         times: DraftTimes | None = None,
         clock_s: Callable[[], float] = time.perf_counter,
         runner: Any = None,
+        hear: Hear = no_hearing,
     ) -> None:
-        self.runner = runner
+        self.runner, self.hear = runner, hear
         self.drafter, self.policy, self.most, self.times, self._clock_s = drafter, policy, most, times, clock_s
         self._evidence: dict[Request, int] = {}
         self._skip, self._look_ms = 0, FIRST_LOOK_MS  # steps in which nobody looks; what a look takes, per request

@@ -22,6 +22,7 @@ from strata_lab.sampler import Sampler
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.speculative.ahead import AheadDrafter, DraftAhead
 from strata_lab.speculative.cycles import Cycles
+from strata_lab.speculative.guesses import TokenGuesses
 from strata_lab.speculative.make import speculator
 from strata_lab.speculative.ngram import NgramDrafter
 from strata_lab.speculative.speculator import Speculator
@@ -78,7 +79,7 @@ def engine(
     if kept is not None:
         model.to_target, eager = kept, Narrow(eager, kept)
     guesses = TorchSampling(vocab_size if kept is None else len(kept))
-    captured = Cycles(ahead, eager, guesses, model.to_target, TORCH_WINDOWS, cycles, most)
+    captured = Cycles(ahead, TokenGuesses(eager), guesses, model.to_target, TORCH_WINDOWS, cycles, most)
     runner = DraftAhead(ahead, model, captured)
     speculation = Speculator(AheadDrafter(model), None, most, runner=runner)
     made._loop.parts = dataclasses.replace(parts, runner=runner, speculation=speculation)

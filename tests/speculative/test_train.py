@@ -190,7 +190,9 @@ def test_the_loss_is_zero_for_a_draft_that_says_what_it_is_to_say() -> None:
 
 def test_acceptance_is_what_walking_through_windows_gives() -> None:
     yes, no = True, False
-    found = acceptance([runs_in([no, yes, yes, no, yes]), runs_in([yes, no, yes])])  # the first place of a text is its prompt's
+    found = acceptance(
+        [runs_in([no, yes, yes, no, yes]), runs_in([yes, no, yes])]
+    )  # the first place of a text is its prompt's
     assert found.places == 6
     assert found.by_position[0] == 4 / 6
     assert found.by_position[1] == 1 / 2, "behind a true guess, where the text goes on"

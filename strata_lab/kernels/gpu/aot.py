@@ -36,6 +36,7 @@ MODULES = (
     "sampling",
     "invariant",
     "window_state",
+    "follow_rows",
 )
 _ALIGNMENT = 16
 

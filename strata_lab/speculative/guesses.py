@@ -1,0 +1,123 @@
+"""How the guesses of a captured cycle are made: by a draft model that sees tokens, or by one that sees states too.
+
+A draft of tokens begins each cycle with the last two, since it may have seen neither. A draft of states ends each cycle
+instead: every row of the target's window gives it the token that was sampled there and the state it was sampled from,
+and its own state behind what a request keeps waits for the next cycle (`follow_rows.py`). Its first guess then costs a
+head, and each one behind it a step that goes on from its own states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from strata_lab.models.base import CausalLM
+from strata_lab.request import Request
+from strata_lab.run_ahead import decode_inputs
+from strata_lab.runner import EagerStep
+from strata_lab.speculative.feature_draft import FeatureDraft
+from strata_lab.speculative.follow_rows import FollowRows, Place
+from strata_lab.speculative.window_state import WindowState
+
+Guess = Callable[[Tensor, Any, int], None]  # `DeviceSampling.greedy` or `drawn`
+
+
+class Guesses(Protocol):
+    """Makes the guesses of cycles. What it does to the device is captured.
+
+    Attributes:
+        model: layers and head of the draft.
+        table_rows: rows of a request in the draft's block tables, of cycles of at most so many drafts.
+    """
+
+    @property
+    def model(self) -> CausalLM: ...
+
+    def table_rows(self, most: int) -> int: ...
+
+    def empty(self, state: WindowState) -> Any:
+        """What it keeps from cycle to cycle beside `state`."""
+        ...
+
+    def begin(self, kept: Any, requests: Sequence[Request]) -> None:
+        """Requests begin to fly, in the first rows."""
+        ...
+
+    def make(self, state: WindowState, kept: Any, num_drafts: int, guess: Guess) -> None:
+        """Guesses of a cycle that has been opened, into its report."""
+        ...
+
+    def follow(self, state: WindowState, window: Any, kept: Any, states: Tensor) -> None:
+        """The target has sampled behind every row of `window`, from `states` [rows, hidden]; nothing has moved yet."""
+        ...
+
+
+class TokenGuesses:
+    """`Guesses` of a draft model that sees tokens."""
+
+    def __init__(self, step: EagerStep) -> None:
+        self.step, self.model = step, step.model
+
+    def table_rows(self, most: int) -> int:
+        """Its first step takes two tokens."""
+        return 2
+
+    def empty(self, state: WindowState) -> None:
+        """Nothing."""
+
+    def begin(self, kept: None, requests: Sequence[Request]) -> None:
+        """Nothing."""
+
+    def make(self, state: WindowState, kept: None, num_drafts: int, guess: Guess) -> None:
+        """A step per guess."""
+        first, following = replace(decode_inputs(state.pairs), apart=True), decode_inputs(state.drafts)
+        guess(self.step.every_row(first)[state.base.input_ids.shape[0] :], state.drafts, 0)
+        for step in range(1, num_drafts):
+            guess(self.step.every_row(following), state.drafts, step)
+
+    def follow(self, state: WindowState, window: Any, kept: None, states: Tensor) -> None:
+        """Nothing."""
+
+
+class FeatureGuesses:
+    """`Guesses` of a draft model that sees the target's states.
+
+    Args:
+        draft: knows the requests' states on the host.
+        place: puts the rows that follow a window in their places, on this device.
+    """
+
+    def __init__(self, draft: FeatureDraft, place: Place) -> None:
+        self.draft, self.step, self.place = draft, draft.step, place
+        self.model = draft.step.model
+
+    def table_rows(self, most: int) -> int:
+        """A row for each of the target's."""
+        return 1 + most
+
+    def empty(self, state: WindowState) -> FollowRows:
+        """Own states, and the rows that follow a window."""
+        return FollowRows.empty(state, self.step.no_states(state.base.input_ids.shape[0]))
+
+    def begin(self, kept: FollowRows, requests: Sequence[Request]) -> None:
+        """Their own states, as `FeatureDraft.fly` has left them."""
+        kept.own[: len(requests)] = torch.stack([self.draft.own[request] for request in requests])
+
+    def make(self, state: WindowState, kept: FollowRows, num_drafts: int, guess: Guess) -> None:
+        """The head alone, then a step per guess."""
+        following, own = decode_inputs(state.drafts), kept.own
+        guess(self.model.logits(own), state.drafts, 0)
+        for step in range(1, num_drafts):
+            own = self.step.hidden(following, own)
+            guess(self.model.logits(own), state.drafts, step)
+
+    def follow(self, state: WindowState, window: Any, kept: FollowRows, states: Tensor) -> None:
+        """Take in what was sampled, and keep the state behind what each request gets."""
+        rows = kept.first(window.input_ids.shape[0])
+        self.place(state, window, rows)
+        hidden = self.step.hidden(replace(decode_inputs(rows), apart=True), states)
+        torch.index_select(hidden, 0, rows.kept, out=rows.own)
