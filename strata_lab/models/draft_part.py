@@ -82,5 +82,5 @@ class DraftPart:
 
 
 def state_mark(final_norm: Any) -> int:
-    """Tells models apart by the weight of their final norm, a tensor [hidden] that every number format leaves as it is."""
+    """Tells models apart by the weight of their final norm, a tensor [hidden], alike in all formats."""
     return zlib.crc32(final_norm.bfloat16().float().numpy().tobytes())

@@ -27,17 +27,16 @@ Guess = Callable[[Tensor, Any, int], None]  # `DeviceSampling.greedy` or `drawn`
 
 
 class Guesses(Protocol):
-    """Makes the guesses of cycles. What it does to the device is captured.
-
-    Attributes:
-        model: layers and head of the draft.
-        table_rows: rows of a request in the draft's block tables, of cycles of at most so many drafts.
-    """
+    """Makes the guesses of cycles. What it does to the device is captured."""
 
     @property
-    def model(self) -> CausalLM: ...
+    def model(self) -> CausalLM:
+        """Layers and head of the draft."""
+        ...
 
-    def table_rows(self, most: int) -> int: ...
+    def table_rows(self, most: int) -> int:
+        """Rows of a request in the draft's block tables, for cycles of at most so many drafts."""
+        ...
 
     def empty(self, state: WindowState) -> Any:
         """What it keeps from cycle to cycle beside `state`."""

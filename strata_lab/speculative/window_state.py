@@ -115,6 +115,7 @@ def place(state: Any, row: Tensor, position: Tensor, seen: Tensor, block_size: i
 
 
 def capacity_of(state: DecodeState, block_size: int) -> Tensor:
+    """Tokens for which a request has places: [B]."""
     return state.max_seq_lens.clamp(max=state.block_tables.shape[1] * block_size)
 
 

@@ -1,4 +1,4 @@
-"""A draft that sees the target's states: it is taught as it is used, guesses through the engine, and changes no text."""
+"""A draft that sees the target's states: it is taught as it is used, guesses in the engine, and changes no text."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from strata_lab.models.loader import open_checkpoint
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.settings import ConfigError
 from strata_lab.speculative.feature_draft import MOST_STATES, FeatureDraft, States
+from strata_lab.speculative.traffic import Text
 from strata_lab.speculative.train.features import FeatureLesson, WindowAttention, before, behind, window_runs
 from strata_lab.speculative.train.network import Teacher, read_network
 from strata_lab.speculative.train.recipe import Trained, train_draft
 from strata_lab.speculative.train.settings import Recipe
 from strata_lab.speculative.train.texts import Rows
-from strata_lab.speculative.traffic import Text
 from tests.checkpoints import VOCAB, write_checkpoint
 
 RECIPE = Recipe(
@@ -102,8 +102,8 @@ def test_runs_follow_the_windows_places_to_the_end_of_the_text() -> None:
 
 def test_window_attention_starts_as_plain_attention() -> None:
     q, k, v = torch.randn(3, 1, 4, 5, 8).unbind()
-    plain = torch.nn.functional.scaled_dot_product_attention(q, k[:, :2].repeat_interleave(2, 1),
-                                                             v[:, :2].repeat_interleave(2, 1), is_causal=True)  # fmt: skip
+    keys, values = (part[:, :2].repeat_interleave(2, 1) for part in (k, v))
+    plain = torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True)
     torch.testing.assert_close(WindowAttention()("layer", q, k[:, :2], v[:, :2]), plain)
 
 

@@ -140,6 +140,7 @@ class Meta:
         self.vocab_size = vocab_size
 
     def state(self, num_seqs: int, table_width: int, steps: int) -> DecodeState:
+        """As of `DeviceSampling`."""
         return DecodeState.empty(num_seqs, table_width, steps, 16, self.vocab_size, "meta")
 
 

@@ -20,7 +20,6 @@ from strata_lab.models.base import WeightSource
 from strata_lab.models.checkpoint import expected_tensors, is_linear
 from strata_lab.quant import get_format
 from strata_lab.settings import ConfigError
-from strata_lab.speculative.train.texts import Rows
 
 Tensors = dict[str, Tensor]
 Attend = Callable[[str, Tensor, Tensor, Tensor], Tensor]

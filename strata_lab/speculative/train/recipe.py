@@ -19,9 +19,9 @@ from strata_lab.models.loader import open_model
 from strata_lab.settings import ConfigError
 from strata_lab.speculative.traffic import Text, TrafficFile, read_texts
 from strata_lab.speculative.train.export import write_draft
-from strata_lab.speculative.train.making import make_texts
 from strata_lab.speculative.train.features import FeatureLesson
 from strata_lab.speculative.train.lessons import TokenLesson
+from strata_lab.speculative.train.making import make_texts
 from strata_lab.speculative.train.measure import Acceptance, HeldOut
 from strata_lab.speculative.train.network import Teacher, check_layers, read_network
 from strata_lab.speculative.train.prompts import own_texts, prompts, read_seeds

@@ -188,8 +188,9 @@ class Training:
         """What a training is determined by, except its length."""
         lasts = ("steps", "seconds")
         how = {name: value for name, value in asdict(self.schedule).items() if name not in lasts}
+        c = self.draft.config
         return how | {
-            "kind": self.lesson.kind, "layers": self.draft.config.num_layers, "vocab": self.draft.config.vocab_size, "texts": len(self.texts),
+            "kind": self.lesson.kind, "layers": c.num_layers, "vocab": c.vocab_size, "texts": len(self.texts),
         }  # fmt: skip
 
 
