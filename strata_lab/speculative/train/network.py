@@ -29,11 +29,13 @@ ROWS_AT_ONCE = 4096  # rows of the target's logits that are in memory at the sam
 
 
 def read_network(source: WeightSource, device: torch.device, dtype: torch.dtype) -> Network:
-    """A dense checkpoint's model, dequantized; a draft has no embedding."""
-    config = source.config
-    borrowed = {EMBEDDING} if getattr(source, "draft", None) is not None else set()
+    """A dense checkpoint's model, dequantized; a draft has no embedding, and perhaps tensors that make its rows."""
+    config, part = source.config, getattr(source, "draft", None)
+    names = [name for name, _ in expected_tensors(config)]
+    if part is not None:
+        names = [name for name in names if name != EMBEDDING] + list(part.own_tensors(config.hidden_size))
     tensors: Tensors = {}
-    for name in [name for name, _ in expected_tensors(config) if name not in borrowed]:
+    for name in names:
         if is_linear(name):
             weight = source.linear(name)
             value = get_format(weight.format).dequantize(weight)
