@@ -19,6 +19,7 @@ from strata_lab.sampling_params import SamplingParams
 from strata_lab.settings import ConfigError
 from strata_lab.speculative.forecast import draft_memory
 from strata_lab.speculative.traffic import Text
+from strata_lab.speculative.train.features import FeatureLesson
 from strata_lab.speculative.train.lessons import BEST_SHARE, TokenLesson, distillation_loss, runs_in
 from strata_lab.speculative.train.making import before_loop
 from strata_lab.speculative.train.measure import HeldOut, acceptance
@@ -148,21 +149,21 @@ def test_a_mixture_of_experts_is_refused_before_it_writes_texts(tmp_path) -> Non
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def training(target, state, seed: int = 0) -> Training:
+def training(target, state, seed: int = 0, kind=TokenLesson) -> Training:
     network = read_network(open_checkpoint(str(target)), CPU, torch.float32)
     to_target = most_used(texts(), 64, VOCAB)
-    lesson = TokenLesson(Teacher(network, to_target))
+    lesson = kind(Teacher(network, to_target))
     learned, held = split(texts(), 64)
     schedule = Schedule(steps=12, seconds=600, batch_tokens=256, most_tokens=64, seed=seed)
-    return Training(
-        lesson, first_draft(network, 1, to_target), learned, HeldOut(lesson, held, 64, CPU), schedule, state
-    )
+    draft = lesson.first(1, [Rows.of(learned[:40], 64)])
+    return Training(lesson, draft, learned, HeldOut(lesson, held, 64, CPU), schedule, state)
 
 
-def test_training_goes_on_exactly_where_it_was_interrupted(target, tmp_path) -> None:
-    through = training(target, tmp_path / "through.pt")
+@pytest.mark.parametrize("kind", [TokenLesson, FeatureLesson])
+def test_training_goes_on_exactly_where_it_was_interrupted(kind, target, tmp_path) -> None:
+    through = training(target, tmp_path / "through.pt", kind=kind)
     through.run(lambda task, fraction: None)
-    broken = training(target, tmp_path / "state.pt")
+    broken = training(target, tmp_path / "state.pt", kind=kind)
 
     def interrupt(task: str, fraction: float) -> None:
         if broken.course.step == 5:
@@ -170,14 +171,14 @@ def test_training_goes_on_exactly_where_it_was_interrupted(target, tmp_path) -> 
 
     with pytest.raises(KeyboardInterrupt):
         broken.run(interrupt)
-    again = training(target, tmp_path / "state.pt")
+    again = training(target, tmp_path / "state.pt", kind=kind)
     assert again.course.step == 5
     again.run(lambda task, fraction: None)
     assert again.course.loss == through.course.loss
     for name, value in through.draft.tensors.items():
         torch.testing.assert_close(again.draft.tensors[name], value, atol=0, rtol=0)
     with pytest.raises(ConfigError, match="another training"):
-        training(target, tmp_path / "state.pt", seed=1)
+        training(target, tmp_path / "state.pt", seed=1, kind=kind)
 
 
 def test_the_loss_is_zero_for_a_draft_that_says_what_it_is_to_say() -> None:
@@ -190,9 +191,8 @@ def test_the_loss_is_zero_for_a_draft_that_says_what_it_is_to_say() -> None:
 
 def test_acceptance_is_what_walking_through_windows_gives() -> None:
     yes, no = True, False
-    found = acceptance(
-        [runs_in([no, yes, yes, no, yes]), runs_in([yes, no, yes])]
-    )  # the first place of a text is its prompt's
+    texts = [no, yes, yes, no, yes], [yes, no, yes]  # the first place of each is its prompt's
+    found = acceptance([runs_in(text) for text in texts])
     assert found.places == 6
     assert found.by_position[0] == 4 / 6
     assert found.by_position[1] == 1 / 2, "behind a true guess, where the text goes on"
