@@ -92,18 +92,19 @@ class Cycles:
         return captured
 
     def _capture(self, captured: Captured, num_drafts: int, drawn: bool) -> Callable[[], None]:
-        state, kept, target, draft = captured.state, captured.kept, self.ahead.sampling, self.sampling
+        state, target, draft = captured.state, self.ahead.sampling, self.sampling
         sample, guess = (target.drawn, draft.drawn) if drawn else (target.greedy, draft.greedy)
         window = state.window(target, num_drafts)
         fed = state.report[0].view(-1)[: window.input_ids.shape[0]]
+        make, follow = self.guesses.cycle(state, captured.kept, window, num_drafts, guess)
         verified = replace(decode_inputs(window), input_ids=fed, apart=True)
 
         def work() -> Tensor:
             self.windows.open(state, window)
-            self.guesses.make(state, kept, num_drafts, guess)
+            make()
             logits, states = self.ahead.eager.rows(verified)
             sample(logits, window, 0)
-            self.guesses.follow(state, window, kept, states)
+            follow(states)
             self.windows.close(state, window)
             return state.report
 

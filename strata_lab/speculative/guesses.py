@@ -24,6 +24,10 @@ from strata_lab.speculative.follow_rows import FollowRows, Place
 from strata_lab.speculative.window_state import WindowState
 
 Guess = Callable[[Tensor, Any, int], None]  # `DeviceSampling.greedy` or `drawn`
+Make = Callable[[], None]  # guesses of a cycle that has been opened, into its report
+Follow = Callable[
+    [Tensor], None
+]  # of a window that was sampled from these states [rows, hidden]; nothing has moved yet
 
 
 class Guesses(Protocol):
@@ -46,12 +50,8 @@ class Guesses(Protocol):
         """Requests begin to fly, in the first rows."""
         ...
 
-    def make(self, state: WindowState, kept: Any, num_drafts: int, guess: Guess) -> None:
-        """Guesses of a cycle that has been opened, into its report."""
-        ...
-
-    def follow(self, state: WindowState, window: Any, kept: Any, states: Tensor) -> None:
-        """The target has sampled behind every row of `window`, from `states` [rows, hidden]; nothing has moved yet."""
+    def cycle(self, state: WindowState, kept: Any, window: Any, num_drafts: int, guess: Guess) -> tuple[Make, Follow]:
+        """What a cycle of so many guesses does, on inputs made here: it may make none while it is captured."""
         ...
 
 
@@ -71,15 +71,17 @@ class TokenGuesses:
     def begin(self, kept: None, requests: Sequence[Request]) -> None:
         """Nothing."""
 
-    def make(self, state: WindowState, kept: None, num_drafts: int, guess: Guess) -> None:
+    def cycle(self, state: WindowState, kept: None, window: Any, num_drafts: int, guess: Guess) -> tuple[Make, Follow]:
         """A step per guess."""
         first, following = replace(decode_inputs(state.pairs), apart=True), decode_inputs(state.drafts)
-        guess(self.step.every_row(first)[state.base.input_ids.shape[0] :], state.drafts, 0)
-        for step in range(1, num_drafts):
-            guess(self.step.every_row(following), state.drafts, step)
+        num_seqs = state.base.input_ids.shape[0]
 
-    def follow(self, state: WindowState, window: Any, kept: None, states: Tensor) -> None:
-        """Nothing."""
+        def make() -> None:
+            guess(self.step.every_row(first)[num_seqs:], state.drafts, 0)
+            for step in range(1, num_drafts):
+                guess(self.step.every_row(following), state.drafts, step)
+
+        return make, lambda states: None
 
 
 class FeatureGuesses:
@@ -106,17 +108,22 @@ class FeatureGuesses:
         """Their own states, as `FeatureDraft.fly` has left them."""
         kept.own[: len(requests)] = torch.stack([self.draft.own[request] for request in requests])
 
-    def make(self, state: WindowState, kept: FollowRows, num_drafts: int, guess: Guess) -> None:
-        """The head alone, then a step per guess."""
-        following, own = decode_inputs(state.drafts), kept.own
-        guess(self.model.logits(own), state.drafts, 0)
-        for step in range(1, num_drafts):
-            own = self.step.hidden(following, own)
-            guess(self.model.logits(own), state.drafts, step)
+    def cycle(
+        self, state: WindowState, kept: FollowRows, window: Any, num_drafts: int, guess: Guess
+    ) -> tuple[Make, Follow]:
+        """The head alone, then a step per guess; afterwards a step over all that was sampled."""
+        rows, following = kept.first(window.input_ids.shape[0]), decode_inputs(state.drafts)
+        behind = replace(decode_inputs(rows), apart=True)
 
-    def follow(self, state: WindowState, window: Any, kept: FollowRows, states: Tensor) -> None:
-        """Take in what was sampled, and keep the state behind what each request gets."""
-        rows = kept.first(window.input_ids.shape[0])
-        self.place(state, window, rows)
-        hidden = self.step.hidden(replace(decode_inputs(rows), apart=True), states)
-        torch.index_select(hidden, 0, rows.kept, out=rows.own)
+        def make() -> None:
+            own = kept.own
+            guess(self.model.logits(own), state.drafts, 0)
+            for step in range(1, num_drafts):
+                own = self.step.hidden(following, own)
+                guess(self.model.logits(own), state.drafts, step)
+
+        def follow(states: Tensor) -> None:
+            self.place(state, window, rows)
+            torch.index_select(self.step.hidden(behind, states), 0, rows.kept, out=rows.own)
+
+        return make, follow
