@@ -22,6 +22,7 @@ from strata_lab.sampling_params import SamplingParams
 from strata_lab.speculative.ahead import DraftAhead
 from strata_lab.speculative.draft_model import DraftModel
 from tests.checkpoints import write_checkpoint
+from tests.drafts import write_feature_draft
 from tests.gpu.test_engine_gpu import prompts
 from tests.gpu.test_triton_engine_gpu import check_coming_and_going, one_by_one
 from tests.test_smollm2 import MODEL, PROMPTS
@@ -38,8 +39,9 @@ EXACT = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """A target and another model of its vocabulary."""
-    return [write_checkpoint(tmp_path_factory.mktemp(family), family)[0] for family in ("llama", "qwen3")]
+    """A target, another model of its vocabulary, and a draft that sees the target's states."""
+    models = [write_checkpoint(tmp_path_factory.mktemp(family), family)[0] for family in ("llama", "qwen3")]
+    return [*models, write_feature_draft(models[0], tmp_path_factory.mktemp("drafts") / "features")]
 
 
 def always(engine: LLMEngine, most: int) -> None:
@@ -56,7 +58,7 @@ def tokens(engine: LLMEngine, params: SamplingParams) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("draft", [0, 1])
+@pytest.mark.parametrize("draft", [0, 1, 2])
 def test_drafts_made_ahead_change_no_token(folders: list[Any], params: SamplingParams, draft: int) -> None:
     with LLMEngine(folders[0], draft_model=folders[draft], **EXACT) as engine:
         assert isinstance(engine._loop.parts.runner, RunAhead)
@@ -69,6 +71,7 @@ def test_drafts_made_ahead_change_no_token(folders: list[Any], params: SamplingP
         stats = engine.stats()
         assert stats.num_drafted_tokens > 100
         assert (stats.acceptance_rate > 0.95) == (draft == 0)
+        assert stats.num_accepted_tokens > 0 or draft == 1
 
 
 @pytest.mark.parametrize("most", [2, 8])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from torch import Tensor
 
 from strata_lab.engine import LLMEngine
 from strata_lab.events import StepEvent
-from strata_lab.models.draft_part import FEATURES
-from strata_lab.models.loader import open_checkpoint
 from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import EagerStep, Runner
 from strata_lab.sampler import Sampler
@@ -31,14 +28,9 @@ from strata_lab.speculative.guesses import FeatureGuesses, TokenGuesses
 from strata_lab.speculative.make import listener, speculator
 from strata_lab.speculative.ngram import NgramDrafter
 from strata_lab.speculative.speculator import Speculator
-from strata_lab.speculative.traffic import Text
-from strata_lab.speculative.train.export import write_draft
-from strata_lab.speculative.train.features import FeatureLesson
-from strata_lab.speculative.train.measure import acceptance
-from strata_lab.speculative.train.network import Teacher, read_network
-from strata_lab.speculative.train.texts import Rows
 from strata_lab.speculative.window_state import TORCH_WINDOWS
 from tests.checkpoints import VOCAB, write_checkpoint
+from tests.drafts import write_feature_draft
 from tests.test_run_ahead import BLOCK_SIZE, OFF, Mark, Replays, TorchSampling, alone, prompts
 
 MAX_LEN = 96
@@ -62,21 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         write_checkpoint(tmp_path_factory.mktemp(name), family)[0]
         for name, family in (("llama", "llama"), ("other", "qwen2"))
     ]
-    return [*models, untrained(models[0], tmp_path_factory.mktemp("drafts") / "features")]
-
-
-def untrained(target: Path, folder: Path) -> Path:
-    """A feature draft as training begins with it, over two thirds of the tokens."""
-    checkpoint = open_checkpoint(str(target))
-    kept = torch.arange(VOCAB)[torch.arange(VOCAB) % 3 != 1]
-    lesson = FeatureLesson(Teacher(read_network(checkpoint, torch.device("cpu"), torch.float32), kept))
-    some = torch.randint(3, 250, (40,), generator=torch.Generator().manual_seed(3)).tolist()
-    draft = lesson.first(1, [Rows.of([Text(tuple(some[:2]), tuple(some[2:]), 0.0)], 64)])
-    facts = {"recipe": {}, "texts": 1, "tokens": 38, "greedy": 1.0, "coverage": 1.0, "steps": 0, "places": 0,
-             "seconds": 0.0, "loss": 0.0, "hardware": "", "before": acceptance([]).as_dict(),
-             "after": acceptance([]).as_dict()}  # fmt: skip
-    write_draft(folder, draft, kept, checkpoint, "int8", FEATURES, facts)
-    return folder
+    return [*models, write_feature_draft(models[0], tmp_path_factory.mktemp("drafts") / "features")]
 
 
 @pytest.fixture(scope="module")
