@@ -153,19 +153,20 @@ def model_drafter(
     wish = Optimizations(kv_cache_dtype=kv_cache_dtype, cuda_graph=not sees)  # its steps of the host are few
     parts = builder.parts(builder.resolve(wish))
     runner = parts.runner.runner if isinstance(parts.runner, RunAhead) else parts.runner
-    step, device = runner.step, builder.device
-    blocks, inputs = BlockManager(parts.kv.num_blocks, runner.block_size), StepInputs.idle(1, 2, device)
+    blocks, inputs = BlockManager(parts.kv.num_blocks, runner.block_size), StepInputs.idle(1, 2, builder.device)
+    plain = partial(runner.step, inputs)
     if part is None:
-        drafter, work = DraftModel(step, blocks, device, name), partial(step, inputs)
-    else:
-        to_target = torch.tensor(part.to_target, dtype=torch.int64, device=device)
-        tail = blocks, device, name, to_target, part.vocab_size
-        if sees:
-            step = FeatureStep(step, RowWeights.read(builder.reader(parts.optimizations.weight_format)))
-            drafter, work = FeatureDraft(step, *tail), partial(step.hidden, inputs, step.no_states(1))
-        else:
-            drafter, work = DraftModel(step, *tail), partial(step, inputs)
+        return _timed(DraftModel(runner.step, blocks, builder.device, name), plain)
+    to_target = torch.tensor(part.to_target, dtype=torch.int64, device=builder.device)
+    rest = blocks, builder.device, name, to_target, part.vocab_size
+    if not sees:
+        return _timed(DraftModel(runner.step, *rest), plain)
+    step = FeatureStep(runner.step, RowWeights.read(builder.reader(parts.optimizations.weight_format)))
+    return _timed(FeatureDraft(step, *rest), lambda: step.model.logits(step.hidden(inputs, step.no_states(1))))
+
+
+def _timed(drafter: DraftModel, step: Callable[[], Any]) -> DraftModel:
     with torch.inference_mode():
-        work()
-        drafter.step_ms = time_ms(work, device)
+        step()
+        drafter.step_ms = time_ms(step, drafter.device)
     return drafter
