@@ -107,7 +107,8 @@ class FeatureLesson:
     def first(self, num_layers: int, batches: Iterable[Rows]) -> Network:
         """The target's last layers, on rows that come as near as a linear map can to what these layers get there."""
         teacher, target = self.teacher, self.teacher.network
-        below = range(target.config.num_layers - num_layers)
+        all_layers = range(target.config.num_layers)
+        below, above = all_layers[:-num_layers], all_layers[-num_layers:]
         dense = first_draft(target, num_layers, teacher.to_target, below.stop)
         norm = learnable(target.tensors[NORM])
         draft = FeatureNetwork(dense.config, dense.tensors | {STATE_NORM: norm})
@@ -115,8 +116,9 @@ class FeatureLesson:
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
             for rows in batches:
                 x = teacher.embed(rows.token_ids)
-                wanted = target.states(x, below) if below else x
-                given = torch.cat([x.float(), draft.norm(before(teacher.states(x)).float(), STATE_NORM)], dim=-1)
+                wanted = target.states(x, below)
+                states = before(target.states(wanted, above)).float()
+                given = torch.cat([x.float(), draft.norm(states, STATE_NORM)], dim=-1)
                 yield given[rows.learned], wanted[rows.learned]
 
         width = target.config.hidden_size

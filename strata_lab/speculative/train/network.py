@@ -71,7 +71,7 @@ class Network:
         `attend` computes attention of a layer, by its prefix, from q, k and v [B, heads, T, D]; causal by itself.
         """
         rotary = rotary_table(self.config, x.shape[1], x.device)
-        for index in layers or range(self.config.num_layers):
+        for index in range(self.config.num_layers) if layers is None else layers:
             prefix = f"model.layers.{index}."
             h = self.norm(x, f"{prefix}input_layernorm.weight")
             x = x + self._attention(h, f"{prefix}self_attn.", rotary, attend or causal)
