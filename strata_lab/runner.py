@@ -140,14 +140,14 @@ class StepInputs:
 
 
 class Step(Protocol):
-    """Computes logits of a step.
+    """Computes logits of a step."""
 
-    Attributes:
-        states: hidden states of the last step's rows before the final norm, [T, hidden] or longer, valid until the
-            next step; None where they are not kept.
-    """
-
-    states: Tensor | None
+    @property
+    def states(self) -> Tensor | None:
+        """Hidden states of the last step's rows before the final norm, [T, hidden] or longer, valid until the next step;
+        None where they are not kept.
+        """
+        ...
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         """[S, V] float32 for the S rows in `sample_rows`."""
