@@ -144,7 +144,7 @@ class Step(Protocol):
 
     @property
     def states(self) -> Tensor | None:
-        """Hidden states of the last step's rows before the final norm, [T, hidden] or longer, valid until the next step;
+        """Hidden states of the last step's rows before the final norm, [T, hidden] or longer, valid until the next one;
         None where they are not kept.
         """
         ...
