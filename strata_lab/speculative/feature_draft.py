@@ -64,17 +64,17 @@ class FeatureDraft(DraftModel):
         blocks, device, name, to_target, vocab_size: as of `DraftModel`.
 
     Attributes:
+        features: the step.
         own: the draft's state behind the last token of each request that it computed last, [hidden]; the next guess is
             made of it.
     """
-
-    step: FeatureStep
 
     def __init__(
         self, step: FeatureStep, blocks: BlockManager, device: torch.device, name: str, to_target: Tensor,
         vocab_size: int,
     ) -> None:  # fmt: skip
-        super().__init__(step, blocks, device, name, to_target, vocab_size)
+        super().__init__(step.eager, blocks, device, name, to_target, vocab_size)
+        self.features = step
         self.own: dict[Request, Tensor] = {}
         self._heard: dict[Request, States] = {}
 
@@ -128,7 +128,7 @@ class FeatureDraft(DraftModel):
 
     def _slice(self, request: Request, follower: Follower, token_ids: list[int], start: int, num_rows: int) -> Slice:
         plain = super()._slice(request, follower, token_ids, start, num_rows)
-        states = self.step.no_states(len(token_ids))
+        states = self.features.no_states(len(token_ids))
         self._heard.setdefault(request, States()).put(states, start - 1)
         if start >= request.num_tokens:  # behind a guess
             states[0] = self.own[request]
@@ -139,8 +139,8 @@ class FeatureDraft(DraftModel):
         stated = [part for part in slices if isinstance(part, _StatedSlice)]
         assert len(stated) == len(slices)
         inputs = StepInputs.gather(slices, self.blocks.block_size, self.device)
-        hidden = self.step.hidden(inputs, torch.cat([part.states for part in stated]))
+        hidden = self.features.hidden(inputs, torch.cat([part.states for part in stated]))
         ends = inputs.cu_seqlens_q[1:].long() - 1
         for part, state in zip(stated, hidden[ends], strict=True):
             self.own[part.request] = state
-        return self.step.model.logits(hidden[inputs.sample_rows])
+        return self.features.model.logits(hidden[inputs.sample_rows])

@@ -41,7 +41,8 @@ class FollowRows:
         """All padding, for as many rows as `state` has tables of the draft's pool."""
         numbers = torch.zeros(3, state.draft_tables.shape[0], dtype=torch.int64, device=own.device)
         kept = torch.arange(own.shape[0], device=own.device)
-        return cls(*numbers, numbers[0].int(), state.draft_tables, kept, own)
+        input_ids, positions, slots = numbers
+        return cls(input_ids, positions, slots, torch.zeros_like(slots).int(), state.draft_tables, kept, own)
 
     def first(self, count: int) -> FollowRows:
         """The first `count` rows, in the same memory."""

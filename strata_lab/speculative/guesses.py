@@ -93,8 +93,8 @@ class FeatureGuesses:
     """
 
     def __init__(self, draft: FeatureDraft, place: Place) -> None:
-        self.draft, self.step, self.place = draft, draft.step, place
-        self.model = draft.step.model
+        self.draft, self.step, self.place = draft, draft.features, place
+        self.model = draft.features.model
 
     def table_rows(self, most: int) -> int:
         """A row for each of the target's."""
@@ -112,7 +112,8 @@ class FeatureGuesses:
         self, state: WindowState, kept: FollowRows, window: Any, num_drafts: int, guess: Guess
     ) -> tuple[Make, Follow]:
         """The head alone, then a step per guess; afterwards a step over all that was sampled."""
-        rows, following = kept.first(window.input_ids.shape[0]), decode_inputs(state.drafts)
+        rows: Any = kept.first(window.input_ids.shape[0])
+        following = decode_inputs(state.drafts)
         behind = replace(decode_inputs(rows), apart=True)
 
         def make() -> None:

@@ -161,6 +161,7 @@ def model_drafter(
     rest = blocks, builder.device, name, to_target, part.vocab_size
     if not sees:
         return _timed(DraftModel(runner.step, *rest), plain)
+    assert isinstance(runner.step, EagerStep)
     step = FeatureStep(runner.step, RowWeights.read(builder.reader(parts.optimizations.weight_format)))
     return _timed(FeatureDraft(step, *rest), lambda: step.model.logits(step.hidden(inputs, step.no_states(1))))
 

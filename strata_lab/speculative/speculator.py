@@ -29,11 +29,14 @@ class Speculation(Protocol):
     """What the loop calls."""
 
     runner: Any  # that makes the guesses and verifies them; None where the engine's ordinary one does
-    hear: Hear  # told of every step of the target, before its tokens are booked
 
     @property
     def status(self) -> tuple[str, str]:
         """State ("none", "on" or "off") and the reason."""
+        ...
+
+    def hear(self, batch: ScheduledBatch, result: Any, /) -> None:
+        """A step of the target was run, with this `StepResult`; its tokens are not booked yet."""
         ...
 
     def prepare(self, running: Callable[[], Sequence[Request]]) -> None:
@@ -63,10 +66,12 @@ class NoSpeculation:
 
     status = ("none", "")
     runner = None
-    hear = staticmethod(no_hearing)
 
     def prepare(self, running: Callable[[], Sequence[Request]]) -> None:
         """Nothing to prepare."""
+
+    def hear(self, batch: ScheduledBatch, result: Any, /) -> None:
+        """Nothing to hear."""
 
     def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float) -> Observed:
         """Nothing to learn."""
@@ -96,10 +101,14 @@ class Speculator:
         runner: Any = None,
         hear: Hear = no_hearing,
     ) -> None:
-        self.runner, self.hear = runner, hear
+        self.runner, self._hear = runner, hear
         self.drafter, self.policy, self.most, self.times, self._clock_s = drafter, policy, most, times, clock_s
         self._evidence: dict[Request, int] = {}
         self._skip, self._look_ms = 0, FIRST_LOOK_MS  # steps in which nobody looks; what a look takes, per request
+
+    def hear(self, batch: ScheduledBatch, result: Any, /) -> None:
+        """Tell who wants to know."""
+        self._hear(batch, result)
 
     @property
     def status(self) -> tuple[str, str]:

@@ -83,6 +83,7 @@ def test_both_ends_are_those_of_the_reference(end: str, num_drafts: int, device:
 
 @pytest.mark.parametrize("num_drafts", [1, 3, MOST])
 def test_rows_that_follow_a_window_are_those_of_the_reference(num_drafts: int, device: torch.device) -> None:
+    slots = set()
     for seed in range(6):
         found = []
         for place in (follow_rows.place_rows, gpu_follow_rows.place_rows):
@@ -93,7 +94,8 @@ def test_rows_that_follow_a_window_are_those_of_the_reference(num_drafts: int, d
             found.append(tensors(rows))
         for name, expected in found[0].items():
             assert torch.equal(expected, found[1][name]), name
-        assert set(found[0]["slot_mapping"].tolist()) > {-1}
+        slots |= set(found[0]["slot_mapping"].tolist())
+    assert slots > {-1}
 
 
 def test_what_follows_a_window_is_what_a_request_keeps(device: torch.device) -> None:

@@ -7,6 +7,7 @@ and the state of the training. `resume` goes on from there.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,7 +21,7 @@ from strata_lab.settings import ConfigError
 from strata_lab.speculative.traffic import Text, TrafficFile, read_texts
 from strata_lab.speculative.train.export import write_draft
 from strata_lab.speculative.train.features import FeatureLesson
-from strata_lab.speculative.train.lessons import TokenLesson
+from strata_lab.speculative.train.lessons import Lesson, TokenLesson
 from strata_lab.speculative.train.making import make_texts
 from strata_lab.speculative.train.measure import Acceptance, HeldOut
 from strata_lab.speculative.train.network import Teacher, check_layers, read_network
@@ -31,7 +32,7 @@ from strata_lab.speculative.train.training import Course, Progress, Schedule, Tr
 from strata_lab.speculative.train.vocabulary import check_count, coverage, most_used
 from strata_lab.telemetry import hardware
 
-LESSONS = {TOKENS: TokenLesson, FEATURES: FeatureLesson}
+LESSONS: dict[str, Callable[[Teacher], Lesson]] = {TOKENS: TokenLesson, FEATURES: FeatureLesson}
 TRAFFIC_SUFFIX = ".jsonl"
 STATE = "state.pt"
 STREAMS = {"cpu": 16, "cuda": 128}  # requests at the same time: what the steps are fastest with
