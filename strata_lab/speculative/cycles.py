@@ -74,9 +74,8 @@ class Cycles:
         if key not in self._captures:
             widths, most = (width, draft_width), self.drafts[-1]
             made = WindowState.empty(
-                self.ahead.sampling, self.sampling, num_seqs, widths, most, self.ahead.block_size, self.to_target,
-                max(2, self.guesses.table_rows(most)),
-            )  # fmt: skip
+                self.ahead.sampling, self.sampling, num_seqs, widths, most, self.ahead.block_size, self.to_target
+            )
             self._captures[key] = Captured(made, self.guesses.empty(made))
         captured = self._captures[key]
         missing = [count for count in self.drafts if (count, drawn) not in captured.replays]

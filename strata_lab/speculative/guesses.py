@@ -38,10 +38,6 @@ class Guesses(Protocol):
         """Layers and head of the draft."""
         ...
 
-    def table_rows(self, most: int) -> int:
-        """Rows of a request in the draft's block tables, for cycles of at most so many drafts."""
-        ...
-
     def empty(self, state: WindowState) -> Any:
         """What it keeps from cycle to cycle beside `state`."""
         ...
@@ -60,10 +56,6 @@ class TokenGuesses:
 
     def __init__(self, step: EagerStep) -> None:
         self.step, self.model = step, step.model
-
-    def table_rows(self, most: int) -> int:
-        """Its first step takes two tokens."""
-        return 2
 
     def empty(self, state: WindowState) -> None:
         """Nothing."""
@@ -95,10 +87,6 @@ class FeatureGuesses:
     def __init__(self, draft: FeatureDraft, place: Place) -> None:
         self.draft, self.step, self.place = draft, draft.features, place
         self.model = draft.features.model
-
-    def table_rows(self, most: int) -> int:
-        """A row for each of the target's."""
-        return 1 + most
 
     def empty(self, state: WindowState) -> FollowRows:
         """Own states, and the rows that follow a window."""

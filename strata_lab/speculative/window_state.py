@@ -34,7 +34,7 @@ class WindowState:
         pairs: of the draft model's first step, the rows of these two tokens [2B].
         drafts: of its other steps [B]; the block tables are those of its own pool.
         rows: tables and parameters of the target's rows [(1 + most) * B]; its first B are `base`'s.
-        draft_tables: [n * B, width] int32, of the draft model's pool, step by step; the first are those of `pairs`.
+        draft_tables: [(1 + most) * B, width] int32, of the draft model's pool; the first are those of `pairs`.
         report: [2, 1 + most, B] int64: tokens fed (the first row: `base`'s when the cycle began), tokens sampled.
         block_size: tokens of a block, in both pools.
     """
@@ -51,7 +51,7 @@ class WindowState:
     @classmethod
     def empty(
         cls, sampling: DeviceSampling, draft_sampling: DeviceSampling, num_seqs: int, widths: tuple[int, int],
-        most: int, block_size: int, to_target: Tensor, draft_rows: int = 2,
+        most: int, block_size: int, to_target: Tensor,
     ) -> WindowState:  # fmt: skip
         """All padding.
 
@@ -62,13 +62,12 @@ class WindowState:
             most: drafts of a request.
             block_size: tokens of a block.
             to_target: [Vd] int64, the target's token for each of the draft model's.
-            draft_rows: rows of a request in `draft_tables`, 2 at least.
         """
         rows = sampling.state((1 + most) * num_seqs, widths[0], 1)
         base, pairs = sampling.state(num_seqs, widths[0], 1), draft_sampling.state(2 * num_seqs, widths[1], 1)
         drafts = draft_sampling.state(num_seqs, widths[1], most)
         report = torch.zeros(2, 1 + most, num_seqs, dtype=torch.int64, device=base.input_ids.device)
-        tables = pairs.block_tables.new_zeros(draft_rows * num_seqs, widths[1])
+        tables = pairs.block_tables.new_zeros((1 + most) * num_seqs, widths[1])
         pairs.block_tables, drafts.block_tables = tables[: 2 * num_seqs], tables[:num_seqs]
         base.block_tables = rows.block_tables[:num_seqs]
         for name in PARAMETERS:

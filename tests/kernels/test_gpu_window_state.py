@@ -37,8 +37,7 @@ def make(seed: int, num_seqs: int, device: torch.device) -> WindowState:
         return torch.randint(low, high, shape, generator=generator)
 
     states = States(device)
-    state = WindowState.empty(states, states, num_seqs, (6, 5), MOST, SIZE, torch.arange(VOCAB, device=device),
-                              1 + MOST)  # fmt: skip
+    state = WindowState.empty(states, states, num_seqs, (6, 5), MOST, SIZE, torch.arange(VOCAB, device=device))
     state.base.block_tables.copy_(torch.randperm(6 * num_seqs, generator=generator).view(num_seqs, 6))
     state.drafts.block_tables.copy_(torch.randperm(5 * num_seqs, generator=generator).view(num_seqs, 5))
     positions = dice(1, 24, num_seqs)

@@ -232,7 +232,7 @@ def test_windows_follow_what_is_wanted_from_cycle_to_cycle(folders: list[Any], p
     assert steps.count <= 1, "for a last token, which leaves no room for a guess"
 
 
-@pytest.mark.parametrize(("draft", "seed"), [(draft, seed) for draft in (0, 1) for seed in range(4)] + [(2, 0), (2, 1)])
+@pytest.mark.parametrize(("draft", "seed"), [(draft, seed) for draft in (0, 1) for seed in range(4)] + [(2, 0)])
 def test_random_traffic_in_a_small_pool_changes_no_token(
     folders: list[Any], plain: LLMEngine, seed: int, draft: int
 ) -> None:

@@ -34,7 +34,7 @@ from tests.checkpoints import VOCAB, write_checkpoint
 
 CPU = torch.device("cpu")
 RECIPE = Recipe(
-    kind=FEATURES, vocab=160, make_tokens=3000, output_tokens=24, streams=16, steps=30, batch_tokens=512, device="cpu",
+    kind=FEATURES, vocab=160, make_tokens=2000, output_tokens=24, streams=16, steps=20, batch_tokens=512, device="cpu",
     learning_rate=3e-3,
 )  # fmt: skip
 PARAMS = [
@@ -122,7 +122,7 @@ def test_window_attention_starts_as_plain_attention() -> None:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "captured": {},
-    "eager": {"cuda_graph": False, "fused_kernels": False},
+    "eager": {"cuda_graph": False},
     "few-blocks": {"block_size": 8, "num_kv_blocks": 7, "max_model_len": 56},
     "small-budget": {"max_num_batched_tokens": 7, "pd_split": True},
 }

@@ -56,7 +56,7 @@ def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     target, draft = Meta(49152), Meta(8192)
     to_target = torch.empty(8192, dtype=torch.int64, device="meta")
     for num_seqs, drafts in ((1, 4), (4, 8)):
-        state = WindowState.empty(target, draft, num_seqs, (64, 64), 8, 16, to_target, 9)
+        state = WindowState.empty(target, draft, num_seqs, (64, 64), 8, 16, to_target)
         window, own = state.window(target, drafts), torch.empty(num_seqs, 576, device="meta")
         rows = FollowRows.empty(state, own).first(window.input_ids.shape[0])
         yield f"follow_B{num_seqs}", partial(place_rows, state, window, rows)
