@@ -46,7 +46,7 @@ from strata_lab.runner import EagerStep, Runner, StepInputs
 from strata_lab.sampler import Sampler
 from strata_lab.speculative.ahead import DraftAhead
 from strata_lab.speculative.draft_model import DraftModel
-from strata_lab.speculative.make import draft_config, model_drafter, num_draft_blocks, shared_vocabulary, speculator
+from strata_lab.speculative.make import draft_config, model_drafter, num_draft_blocks, speculator
 from strata_lab.speculative.ngram import NgramDrafter
 from strata_lab.speculative.speculator import NoSpeculation, Speculation
 from strata_lab.speculative.traffic import Recorder
@@ -134,16 +134,20 @@ class Builder(Resolver):
         assert weight_format is not None
         if current is not None and current.weights.layers and current.optimizations.weight_format == weight_format:
             return current.weights
-        task = f"loading weights as {weight_format}"
-        reader = WeightReader(
-            self.checkpoint, weight_format, self.device, self.dtype, self._pack(), lambda f: self.progress(task, f),
-            engine_granularity(weight_format, self.device.type),
-        )  # fmt: skip
         with torch.no_grad():
-            made = load_weights(reader, get_family(self.model_config.architecture), self.embedding)
+            family = get_family(self.model_config.architecture)
+            made = load_weights(self.reader(weight_format), family, self.embedding)
         for note in self.checkpoint.notes():
             self.record("checkpoint", note)
         return made
+
+    def reader(self, weight_format: str) -> WeightReader:
+        """What reads the checkpoint's weights in a format."""
+        task = f"loading weights as {weight_format}"
+        return WeightReader(
+            self.checkpoint, weight_format, self.device, self.dtype, self._pack(), lambda f: self.progress(task, f),
+            engine_granularity(weight_format, self.device.type),
+        )  # fmt: skip
 
     def _pack(self) -> Callable[[LinearWeight], LinearWeight]:
         if self.backend != "cpu":
@@ -313,13 +317,10 @@ class Builder(Resolver):
         key = ("draft model", name, blocks)
         if key not in self._runners:
             builder = Builder(draft_config(name, self.config, self.device, blocks), self.progress)
-            part = shared_vocabulary(name, builder.checkpoint, self.checkpoint)
-            builder.embedding = weights.embedding if part else None
-            parts = builder.parts(builder.resolve(Optimizations(kv_cache_dtype=resolved.kv_cache_dtype)))
+            made = model_drafter(builder, name, self.checkpoint, weights.embedding, resolved.kv_cache_dtype)
             for fallback in builder.fallbacks:
                 self.record(fallback.feature, fallback.reason)
-            step = _plain_runner(parts.runner).step
-            self._runners[key] = model_drafter(step, parts.kv.num_blocks, size, self.device, name, part)
+            self._runners[key] = made
         return self._runners[key]
 
     def forget_captures(self) -> None:

@@ -159,6 +159,7 @@ class EngineLoop(Desk):
 
     def _deliver(self, batch: ScheduledBatch, result: StepResult, times: tuple[float, float, float]) -> StepEvent:
         """Book a computed batch and hand its tokens out."""
+        self.parts.speculation.hear(batch, result)
         with self._lock:
             for request, entries in result.prompt_logprobs:
                 request.prompt_logprobs += entries

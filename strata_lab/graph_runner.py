@@ -49,8 +49,8 @@ class Recorder(Protocol):
         """The batch size to capture for `num_seqs` requests; 0 for more than a capture is worth."""
         ...
 
-    def record(self, work: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
-        """Run `work` once; return what replays it, and its result, whose memory every replay writes anew."""
+    def record(self, work: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+        """Run `work` once; return what replays it, and its tensors, whose memory every replay writes anew."""
         ...
 
 
@@ -59,6 +59,7 @@ class _Capture:
     replay: Callable[[], None]
     inputs: StepInputs
     logits: Tensor
+    states: Tensor
 
 
 class CapturedStep:
@@ -80,6 +81,11 @@ class CapturedStep:
         """Device memory that its captures took."""
         return self._capture_bytes + self.windows.capture_bytes
 
+    @property
+    def states(self) -> Tensor | None:
+        """`Step.states`."""
+        return self.eager.states
+
     def prepare(self, progress: Callable[[float], None]) -> None:
         """Capture the step of one request; others are captured when they are first needed."""
         with torch.inference_mode():
@@ -98,6 +104,7 @@ class CapturedStep:
         capture = self._captures.get(key) or self._capture(*key)
         _fill(capture.inputs, inputs)
         capture.replay()
+        self.eager.states = capture.states
         logits, samples = capture.logits[:num_seqs], inputs.sample_rows
         # a prompt slice of one token samples nothing
         return logits if samples.shape[0] == num_seqs else logits[samples]
@@ -105,9 +112,9 @@ class CapturedStep:
     def _capture(self, num_seqs: int, width: int) -> _Capture:
         device = self.eager.model.rotary[0].device
         inputs, before = StepInputs.idle(num_seqs, width, device), free_bytes(device)
-        replay, logits = self.recorder.record(lambda: self.eager.every_row(inputs), device)
+        replay, rows = self.recorder.record(lambda: self.eager.rows(inputs), device)
         self._capture_bytes += max(0, before - free_bytes(device))
-        self._captures[num_seqs, width] = _Capture(replay, inputs, logits)
+        self._captures[num_seqs, width] = _Capture(replay, inputs, *rows)
         return self._captures[num_seqs, width]
 
 
@@ -137,6 +144,7 @@ class CapturedWindows:
         _fill(capture.inputs, inputs)
         capture.inputs.cu_seqlens_q.copy_(inputs.cu_seqlens_q)
         capture.replay()
+        self.eager.states = capture.states
         return capture.logits
 
     def _capture(self, num_seqs: int, num_tokens: int, width: int) -> _Capture:
@@ -150,8 +158,8 @@ class CapturedWindows:
             sample_rows=rows,
             max_q_len=num_tokens,
         )
-        replay, logits = self.recorder.record(lambda: self.eager.every_row(inputs), device)
-        return _Capture(replay, inputs, logits)
+        replay, rows = self.recorder.record(lambda: self.eager.rows(inputs), device)
+        return _Capture(replay, inputs, *rows)
 
 
 class CapturedRows:
@@ -178,16 +186,17 @@ class CapturedRows:
         num_rows, width = inputs.input_ids.shape[0], inputs.block_tables.shape[1]
         key = next(rows for rows in WINDOW_ROWS if rows >= num_rows), captured_width(width)
         capture = _latest(self._captures, key, self._capture)
-        _fill(capture.inputs, _one_by_one(inputs))
+        _fill(capture.inputs, inputs.one_by_one())
         capture.replay()
+        self.eager.states = capture.states
         return capture.logits[:num_rows]
 
     def _capture(self, num_rows: int, width: int) -> _Capture:
         device = self.eager.model.rotary[0].device
         inputs, before = replace(StepInputs.idle(num_rows, width, device), apart=True), free_bytes(device)
-        replay, logits = self.recorder.record(lambda: self.eager.every_row(inputs), device)
+        replay, rows = self.recorder.record(lambda: self.eager.rows(inputs), device)
         self.capture_bytes += max(0, before - free_bytes(device))
-        return _Capture(replay, inputs, logits)
+        return _Capture(replay, inputs, *rows)
 
 
 def _latest(captures: OrderedDict[Any, _Capture], key: Any, capture: Callable[..., _Capture]) -> _Capture:
@@ -213,7 +222,7 @@ class CudaRecorder:
         """The next captured batch size; 0 above the largest."""
         return next((b for b in GRAPH_BATCHES if b >= num_seqs), 0)
 
-    def record(self, work: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
+    def record(self, work: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
         """Warm up, then capture on the same stream, whose workspaces the kernels then know.
 
         Captured kernels keep the stream's priority: decode steps go before prompts that run beside them. A graph knows
@@ -250,7 +259,7 @@ class CpuRecorder:
         """Every batch size is captured as it is: a capture takes milliseconds and a few hundred kilobytes."""
         return num_seqs
 
-    def record(self, work: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
+    def record(self, work: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
         """Run once with the capture open; anything but our operators and views is refused."""
         ops, handle = self._ops, self._ops.capture_begin()
         try:
@@ -293,6 +302,8 @@ class CompiledStep:
     measure that (docs/decisions/0007-cpu-capture-is-replay.md).
     """
 
+    states = None
+
     def __init__(self, eager: EagerStep) -> None:
         import platformdirs  # here, so that a GPU machine needs only torch
 
@@ -320,19 +331,6 @@ class CompiledStep:
 def _verifies(inputs: StepInputs) -> bool:
     """Whether every row of a step needs its logits and looks its token up."""
     return inputs.sample_rows.shape[0] == inputs.input_ids.shape[0] and inputs.embedded is None
-
-
-def _one_by_one(inputs: StepInputs) -> StepInputs:
-    """The same rows, each as a request of one token."""
-    starts, num_rows = inputs.cu_seqlens_q, inputs.input_ids.shape[0]
-
-    def by_row(x: Tensor) -> Tensor:
-        if x.shape[0] == 1:
-            return x.expand(num_rows, *x.shape[1:])
-        return x.repeat_interleave((starts[1:] - starts[:-1]).long(), 0, output_size=num_rows)
-
-    known: dict[str, Any] = {"block_tables": by_row(inputs.block_tables), "prompt_lens": by_row(inputs.prompt_lens)}
-    return replace(inputs, **known, seq_lens=(inputs.positions + 1).int(), apart=True)
 
 
 def _fill(static: StepInputs, inputs: StepInputs) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -119,6 +119,18 @@ class StepInputs:
             embedded=embedded,
         )
 
+    def one_by_one(self) -> StepInputs:
+        """The same rows, each as a request of one token."""
+        starts, num_rows = self.cu_seqlens_q, self.input_ids.shape[0]
+
+        def by_row(x: Tensor) -> Tensor:
+            if x.shape[0] == 1:
+                return x.expand(num_rows, *x.shape[1:])
+            return x.repeat_interleave((starts[1:] - starts[:-1]).long(), 0, output_size=num_rows)
+
+        known: dict[str, Any] = {"block_tables": by_row(self.block_tables), "prompt_lens": by_row(self.prompt_lens)}
+        return replace(self, **known, seq_lens=(self.positions + 1).int(), apart=True)
+
     @classmethod
     def idle(cls, num_seqs: int, num_blocks: int, device: torch.device) -> StepInputs:
         """A decode step that writes nowhere and reads one slot: for warming up and capturing."""
@@ -142,6 +154,13 @@ class StepInputs:
 class Step(Protocol):
     """Computes logits of a step."""
 
+    @property
+    def states(self) -> Tensor | None:
+        """Hidden states of the last step's rows before the final norm, [T, hidden] or longer, valid until the next one;
+        None where they are not kept.
+        """
+        ...
+
     def __call__(self, inputs: StepInputs) -> Tensor:
         """[S, V] float32 for the S rows in `sample_rows`."""
         ...
@@ -150,28 +169,38 @@ class Step(Protocol):
 class EagerStep:
     """Every operator launched from Python, one after the other."""
 
+    states: Tensor | None = None
+
     def __init__(self, model: CausalLM, kv: KVCache, dtype: torch.dtype) -> None:
         self.model, self.kv, self.dtype = model, kv, dtype
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         """[S, V] float32."""
-        return self.model.logits(self.hidden(inputs)[inputs.sample_rows])
+        self.states = self.hidden(inputs)
+        return self.model.logits(self.states[inputs.sample_rows])
 
     def every_row(self, inputs: StepInputs) -> Tensor:
         """Logits of all T rows, [T, V] float32: what a capture records, whose rows cannot be chosen afterwards."""
-        return self.model.logits(self.hidden(inputs))
+        return self.rows(inputs)[0]
+
+    def rows(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """Logits of all T rows, and their states."""
+        states = self.hidden(inputs)
+        return self.model.logits(states), states
 
     def hidden(self, inputs: StepInputs) -> Tensor:
         """Hidden states before the final norm, [T, hidden]."""
+        x = self.model.embed(inputs.input_ids, self.dtype)
+        return self.through(x if inputs.embedded is None else inputs.embedded.put(x), inputs)
+
+    def through(self, x: Tensor, inputs: StepInputs) -> Tensor:
+        """Rows [T, hidden] through all layers."""
         model, ops = self.model, self.model.ops
         cos, sin = (ops.take_rows(table, inputs.positions) for table in model.rotary)
         step = StepContext(
             cos, sin, inputs.slot_mapping, inputs.block_tables, inputs.seq_lens, inputs.cu_seqlens_q, inputs.max_q_len,
             inputs.apart, inputs.prompt_lens,
         )  # fmt: skip
-        x = model.embed(inputs.input_ids, self.dtype)
-        if inputs.embedded is not None:
-            x = inputs.embedded.put(x)
         for index, weights in enumerate(model.weights.layers):
             x = model.layer(x, weights, step, self.kv.layer(index))
         return x
@@ -181,13 +210,15 @@ class EagerStep:
 class StepResult:
     """Tokens of a step and where the time went, host clock, milliseconds.
 
-    `prompt_logprobs`: what it found out about prompts, where that was asked for (`prompt_rows.py`).
+    `prompt_logprobs`: what it found out about prompts, where that was asked for (`prompt_rows.py`). `states`: hidden
+    states of the batch's rows, as `Step.states`; None where nobody kept them.
     """
 
     tokens: SampledTokens
     forward_ms: float
     sample_ms: float
     prompt_logprobs: Sequence[tuple[Request, list[TokenLogprobs]]] = ()
+    states: Tensor | None = None
 
 
 class Runner:
@@ -221,7 +252,8 @@ class Runner:
         middle = time.perf_counter()
         tokens = sample_items(self.sampler, logits, [item for item in batch.items if item.samples])
         end = time.perf_counter()
-        return StepResult(tokens, (middle - start) * 1e3, (end - middle) * 1e3, found)
+        states = None if found else self.step.states  # with prompt rows computed apart, the rest are other rows
+        return StepResult(tokens, (middle - start) * 1e3, (end - middle) * 1e3, found, states)
 
     def _every_row(self, item: ScheduledRequest) -> Tensor:
         """Logits of all rows of a slice, [num_tokens, V] float32; valid until the next step."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -123,15 +124,17 @@ def _mlp_tensors(prefix: str, hidden: int, intermediate: int) -> Iterator[tuple[
 
 
 def check_tensors(
-    found: Mapping[str, tuple[int, ...]], config: ModelConfig, file: str, elsewhere: Collection[str] = ()
-) -> list[str]:
-    """Hold a file to what its config needs, less what comes from `elsewhere`; the names a model will read.
+    found: Mapping[str, tuple[int, ...]], config: ModelConfig, file: str, elsewhere: Collection[str] = (),
+    more: Mapping[str, tuple[int, ...]] | None = None,
+) -> list[str]:  # fmt: skip
+    """Hold a file to what its config needs and `more`, less what comes from `elsewhere`; the names a model will read.
 
     Raises `CheckpointError` for a missing tensor, a shape that does not fit, or a tensor the architecture has no use
     for (leaving out a bias would change the text without a word).
     """
     names = []
-    for name, shape in expected_tensors(config):  # lazily: a damaged config may claim a billion layers
+    # lazily: a damaged config may claim a billion layers
+    for name, shape in chain(expected_tensors(config), (more or {}).items()):
         if name in elsewhere:
             continue
         if name not in found:

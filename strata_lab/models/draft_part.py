@@ -6,6 +6,7 @@ do nothing without the target, and says so where somebody loads it alone. Torch-
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,9 @@ from typing import Any
 from strata_lab.models.errors import CheckpointError
 
 EMBEDDING = "model.embed_tokens.weight"  # the target's
+TOKENS, FEATURES = KINDS = ("tokens", "features")  # what a draft sees: tokens alone, or the target's states as well
+# Of a draft that sees states: how a row is made of a token and a state, which is normed first.
+TOKEN_PROJ, STATE_PROJ, STATE_NORM = "model.token_proj.weight", "model.state_proj.weight", "model.state_norm.weight"
 PROBE = "The quick brown fox: 3.14, naïve café\n\tdef f(x): return x"  # what differs between tokenizers shows here
 
 
@@ -27,6 +31,8 @@ class DraftPart:
         to_target: the draft's tokens as the target's ids, ascending.
         probe: how the target's tokenizer splits `PROBE`; None where it has no tokenizer.
         facts: how it was trained, and acceptance on texts it has not seen ("before", "after").
+        kind: of `KINDS`.
+        mark: of the target whose states it sees (`state_mark`); 0 for a draft of tokens.
     """
 
     target: str
@@ -34,6 +40,8 @@ class DraftPart:
     to_target: tuple[int, ...]
     probe: tuple[int, ...] | None
     facts: dict[str, Any]
+    kind: str = TOKENS
+    mark: int = 0
 
     @classmethod
     def read(cls, path: Path, found: Any, vocab_size: int) -> DraftPart | None:
@@ -49,7 +57,10 @@ class DraftPart:
             part = cls(
                 str(found["target"]), int(found["vocab_size"]), tuple(found["to_target"]),
                 None if probe is None else tuple(int(i) for i in probe), dict(found["facts"]),
+                found.get("kind", TOKENS), int(found.get("mark", 0)),
             )  # fmt: skip
+            if part.kind not in KINDS:
+                raise ValueError(f"kind={part.kind!r}")
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: the draft's part is damaged ({error!r}); train the draft again") from error
         ids = (-1, *part.to_target, part.vocab_size)
@@ -62,3 +73,14 @@ class DraftPart:
                 f"{path}: to_target has {len(part.to_target)} tokens and the head {vocab_size}; train the draft again"
             )
         return part
+
+    def own_tensors(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Name and shape of what such a draft has beside the tensors of a model of its geometry."""
+        square = hidden_size, hidden_size
+        own = {TOKEN_PROJ: square, STATE_PROJ: square, STATE_NORM: (hidden_size,)}
+        return own if self.kind == FEATURES else {}
+
+
+def state_mark(final_norm: Any) -> int:
+    """Tells models apart by the weight of their final norm, a tensor [hidden], alike in all formats."""
+    return zlib.crc32(final_norm.bfloat16().float().numpy().tobytes())

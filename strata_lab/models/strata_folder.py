@@ -61,7 +61,11 @@ class StrataCheckpoint:
         self.kv_scales = _kv_scales(self._path, self.manifest.get("kv_scales"), self.config.num_layers)
         self.draft = DraftPart.read(self._path, self.manifest.get("draft"), self.config.vocab_size)
         shapes = {name: e.shape for name, e in self._entries.items()}
-        check_tensors(shapes, self.config, str(folder), elsewhere=(EMBEDDING,) if self.draft else ())
+        if self.draft is None:
+            check_tensors(shapes, self.config, str(folder))
+        else:
+            own = self.draft.own_tensors(self.config.hidden_size)
+            check_tensors(shapes, self.config, str(folder), elsewhere=(EMBEDDING,), more=own)
         self._files: dict[str, SafetensorsFile] = {}
         self._tokenizer: Tokenizer | None = None
         try:

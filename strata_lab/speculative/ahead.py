@@ -230,7 +230,7 @@ class DraftAhead:
         """Whether one more cycle behind `ahead` tokens lies in blocks that the device knows; it is told of new ones."""
         needed = False
         state = flight.captured.state
-        widths = state.rows.block_tables.shape[1], state.pairs.block_tables.shape[1]
+        widths = state.rows.block_tables.shape[1], state.draft_tables.shape[1]
         for item in items:
             row, start = flight.rows[id(item.request)], item.start + ahead
             reach = min(start + num_rows, flight.last[row])
@@ -243,11 +243,11 @@ class DraftAhead:
             lengths = min(len(item.block_table), widths[0]), len(drafted)
             if lengths != flight.known[row]:
                 flight.known[row] = lengths
-                for tables, known in ((state.rows, item.block_table[: lengths[0]]), (state.pairs, drafted)):
+                of_rows = state.rows.block_tables, item.block_table[: lengths[0]]
+                for tables, known in (of_rows, (state.draft_tables, drafted)):
                     # From pinned memory: a copy from any other waits for the queued cycles.
                     pinned = torch.tensor(known, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-                    width = tables.block_tables.shape[1]
-                    by_step = tables.block_tables.view(-1, state.base.input_ids.shape[0], width)
+                    by_step = tables.view(-1, state.base.input_ids.shape[0], tables.shape[1])
                     by_step[:, row, : len(known)] = pinned.to(self.device, non_blocking=True)
         return needed
 

@@ -102,8 +102,9 @@ class Cycles:
         def work() -> Tensor:
             self.windows.open(state, window)
             make()
-            sample(self.ahead.eager.every_row(verified), window, 0)
-            follow()
+            logits, states = self.ahead.eager.rows(verified)
+            sample(logits, window, 0)
+            follow(states)
             self.windows.close(state, window)
             return state.report
 

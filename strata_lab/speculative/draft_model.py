@@ -26,7 +26,7 @@ CATCH_UP_TOKENS = 256  # of all texts together that are taken in before a step
 
 
 @dataclass(slots=True)
-class _Follower:
+class Follower:
     """What the drafter has of one text: the tokens in its cache, the last ones perhaps wrong guesses."""
 
     computed: list[int] = field(default_factory=list)
@@ -69,7 +69,7 @@ class DraftModel:
         self._vocabulary: AllTokens | DraftVocabulary = (
             AllTokens() if to_target is None else DraftVocabulary(to_target, vocab_size)
         )
-        self._followers: dict[Request, _Follower] = {}
+        self._followers: dict[Request, Follower] = {}
         self._sampler = Sampler()
 
     def first_ms(self) -> float:
@@ -82,7 +82,7 @@ class DraftModel:
             self.forget(request)
         budget, evidence, slices = CATCH_UP_TOKENS, [], []
         for request in requests:
-            follower = self._followers.setdefault(request, _Follower())
+            follower = self._followers.setdefault(request, Follower())
             if follower.flying:
                 evidence.append(1)
                 continue
@@ -146,7 +146,7 @@ class DraftModel:
     def _has_room(self, request: Request, num_drafts: int) -> bool:
         return self.blocks.can_grow(request.request_id, request.num_tokens + num_drafts)
 
-    def _slice(self, request: Request, follower: _Follower, token_ids: list[int], start: int, num_rows: int) -> Slice:
+    def _slice(self, request: Request, follower: Follower, token_ids: list[int], start: int, num_rows: int) -> Slice:
         table = self.blocks.grow(request.request_id, start + len(token_ids))
         del follower.computed[start:]
         follower.computed += token_ids

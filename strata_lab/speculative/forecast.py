@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from strata_lab.models.checkpoint import is_linear
 from strata_lab.models.loader import open_model
 from strata_lab.quant import engine_granularity
 from strata_lab.speculative.make import num_draft_blocks
@@ -40,12 +41,14 @@ def draft_memory(
     """
     kind = torch.device(device).type
     checkpoint: Any = open_model(name, 0, device)
+    own = 0
     try:
         config, stored = checkpoint.config, checkpoint.stored_format
-        if getattr(checkpoint, "draft", None) is not None:
+        if (part := getattr(checkpoint, "draft", None)) is not None:
             config = replace(config, tie_word_embeddings=True)  # only the head is its own
+            own = sum(checkpoint.linear(n).nbytes for n in part.own_tensors(config.hidden_size) if is_linear(n))
     finally:
         checkpoint.close()
-    weights = forecast(config, stored, "bf16", engine_granularity(stored, kind)).stored_bytes
+    weights = own + forecast(config, stored, "bf16", engine_granularity(stored, kind)).stored_bytes
     tokens = num_draft_blocks(max_num_seqs, max_model_len, block_size) * block_size
     return DraftMemory(weights, tokens * kv_bytes_per_token(config, "bf16" if kind == "cuda" else "fp32"))

@@ -107,7 +107,7 @@ class LookUpGuesses:
     ) -> tuple[Make, Follow]:
         """One look-up; afterwards the text goes on."""
         make = partial(self.ops.look_up, kept, state, num_drafts)
-        return make, partial(self.ops.remember, kept, state, 1 + num_drafts)
+        return make, lambda states: self.ops.remember(kept, state, 1 + num_drafts)
 
 
 class LookUp:

@@ -7,28 +7,33 @@ The target's builder calls it with what was asked for; it reads no toggle. A dra
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from strata_lab.block_manager import BlockManager
-from strata_lab.config import EngineConfig
+from strata_lab.config import EngineConfig, Optimizations
 from strata_lab.device_sampling import GpuSampling
 from strata_lab.graph_runner import Recorder
 from strata_lab.models.checkpoint import Checkpoint
-from strata_lab.models.draft_part import PROBE, DraftPart
+from strata_lab.models.draft_part import FEATURES, PROBE, DraftPart, state_mark
+from strata_lab.quant.base import LinearWeight
 from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import EagerStep, Runner, Step, StepInputs
 from strata_lab.settings import ConfigError
 from strata_lab.speculative.ahead import AheadDrafter, DraftAhead
 from strata_lab.speculative.cycles import Cycles
 from strata_lab.speculative.draft_model import DraftModel
-from strata_lab.speculative.guesses import Guesses, TokenGuesses
+from strata_lab.speculative.feature_draft import FeatureDraft
+from strata_lab.speculative.feature_step import FeatureStep, RowWeights
+from strata_lab.speculative.guesses import FeatureGuesses, Guesses, TokenGuesses
 from strata_lab.speculative.look_up import LookUp, LookUpGuesses
 from strata_lab.speculative.policy import DraftPolicy
-from strata_lab.speculative.speculator import DraftTimes, Speculator
+from strata_lab.speculative.speculator import DraftTimes, Hear, Speculator, no_hearing
 from strata_lab.speculative.timing import measured_costs, time_ms
 
+NORM = "model.norm.weight"
 MAX_DRAFT_BLOCKS = 4096  # of a draft model's pool: 65,536 tokens in blocks of 16; requests beyond go without guesses
 
 
@@ -49,7 +54,8 @@ def speculator(
     costs = measured_costs(step, runner.block_size, runner.device)
     times = DraftTimes(drafter.first_ms()) if drafter.costs_time else None
     draft_ms: Callable[[int], float] = times or (lambda count: 0.0)
-    return Speculator(drafter, DraftPolicy(costs, drafter.classes, most, draft_ms), most, times)
+    policy = DraftPolicy(costs, drafter.classes, most, draft_ms)
+    return Speculator(drafter, policy, most, times, hear=listener(drafter))
 
 
 def _ahead(model: DraftModel | LookUp, runner: RunAhead, most: int, recorder: Recorder) -> Speculator:
@@ -60,7 +66,12 @@ def _ahead(model: DraftModel | LookUp, runner: RunAhead, most: int, recorder: Re
     cycles = Cycles(runner, guesses, sampling, to_target, sampling.windows, recorder, most)
     drafter = AheadDrafter(model)
     policy = DraftPolicy(cycles.costs(), drafter.classes, most)
-    return Speculator(drafter, policy, most, runner=DraftAhead(runner, model, cycles))
+    return Speculator(drafter, policy, most, runner=DraftAhead(runner, model, cycles), hear=listener(model))
+
+
+def listener(drafter: Any) -> Hear:
+    """What wants to know of the target's steps."""
+    return drafter.hear if isinstance(drafter, FeatureDraft) else no_hearing
 
 
 def _guesses(model: DraftModel | LookUp, runner: RunAhead) -> Guesses:
@@ -68,6 +79,10 @@ def _guesses(model: DraftModel | LookUp, runner: RunAhead) -> Guesses:
         from strata_lab.kernels.gpu.look_up import LOOK_UPS  # here: a CPU needs no Triton
 
         return LookUpGuesses(runner.eager.model, LOOK_UPS)
+    if isinstance(model, FeatureDraft):
+        from strata_lab.kernels.gpu.follow_rows import place_rows
+
+        return FeatureGuesses(model, place_rows)
     step = getattr(model.step, "eager", model.step)
     assert isinstance(step, EagerStep), type(step)
     return TokenGuesses(step)
@@ -103,6 +118,11 @@ def shared_vocabulary(name: str, draft: Checkpoint, target: Checkpoint) -> Draft
                 f"draft_model={name!r} was trained for {part.target}, {draft.config.hidden_size} wide, and the model "
                 f"is {target.config.hidden_size} wide; train one with strata train-draft, or try speculative='ngram'"
             )
+        if part.kind == FEATURES and part.mark != state_mark(target.tensor(NORM)):
+            raise ConfigError(
+                f"draft_model={name!r} sees the states of {part.target}, and the model is another one of the same "
+                "width; train one with strata train-draft --kind features, or try speculative='ngram'"
+            )
     if vocab_size != target.config.vocab_size:
         raise ConfigError(
             f"draft_model={name!r} has {vocab_size} tokens and the model has {target.config.vocab_size}: guesses must "
@@ -117,17 +137,38 @@ def shared_vocabulary(name: str, draft: Checkpoint, target: Checkpoint) -> Draft
 
 
 def model_drafter(
-    step: Step, num_blocks: int, block_size: int, device: torch.device, name: str, part: DraftPart | None
+    builder: Any, name: str, target: Checkpoint, embedding: LinearWeight, kv_cache_dtype: str | None
 ) -> DraftModel:
-    """A draft model on a pool of `num_blocks`, with the time of one of its steps."""
-    blocks = BlockManager(num_blocks, block_size)
+    """A draft model on a pool of its own, with the time of one of its steps.
+
+    Args:
+        builder: of the draft model; it is made with default toggles.
+        name: of the draft model.
+        target: the model that it guesses for.
+        embedding: of the target.
+        kv_cache_dtype: as of the target.
+    """
+    part = shared_vocabulary(name, builder.checkpoint, target)
+    builder.embedding = embedding if part else None
+    sees = part is not None and part.kind == FEATURES
+    wish = Optimizations(kv_cache_dtype=kv_cache_dtype, cuda_graph=not sees)  # its steps of the host are few
+    parts = builder.parts(builder.resolve(wish))
+    runner = parts.runner.runner if isinstance(parts.runner, RunAhead) else parts.runner
+    blocks, inputs = BlockManager(parts.kv.num_blocks, runner.block_size), StepInputs.idle(1, 2, builder.device)
+    plain = partial(runner.step, inputs)
     if part is None:
-        drafter = DraftModel(step, blocks, device, name)
-    else:
-        to_target = torch.tensor(part.to_target, dtype=torch.int64, device=device)
-        drafter = DraftModel(step, blocks, device, name, to_target, part.vocab_size)
-    inputs = StepInputs.idle(1, 2, device)
+        return _timed(DraftModel(runner.step, blocks, builder.device, name), plain)
+    to_target = torch.tensor(part.to_target, dtype=torch.int64, device=builder.device)
+    rest = blocks, builder.device, name, to_target, part.vocab_size
+    if not sees:
+        return _timed(DraftModel(runner.step, *rest), plain)
+    assert isinstance(runner.step, EagerStep)
+    step = FeatureStep(runner.step, RowWeights.read(builder.reader(parts.optimizations.weight_format)))
+    return _timed(FeatureDraft(step, *rest), lambda: step.model.logits(step.hidden(inputs, step.no_states(1))))
+
+
+def _timed(drafter: DraftModel, step: Callable[[], Any]) -> DraftModel:
     with torch.inference_mode():
-        step(inputs)
-        drafter.step_ms = time_ms(lambda: step(inputs), device)
+        step()
+        drafter.step_ms = time_ms(step, drafter.device)
     return drafter

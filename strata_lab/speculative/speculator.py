@@ -17,6 +17,7 @@ from strata_lab.speculative.base import Drafter
 from strata_lab.speculative.loops import MIN_TOKENS, is_loop
 from strata_lab.speculative.policy import DraftPolicy
 
+Hear = Callable[[ScheduledBatch, Any], None]  # of a step, and its `StepResult`
 Observed = tuple[tuple[Draft, ...], SpeculationEvent | None]
 DRAFT_TIME_SHARE = 0.2  # of the latest drafting time in its average
 LOOK_SHARE = 0.01  # of a step's time that looking may take while it leads to nothing
@@ -32,6 +33,10 @@ class Speculation(Protocol):
     @property
     def status(self) -> tuple[str, str]:
         """State ("none", "on" or "off") and the reason."""
+        ...
+
+    def hear(self, batch: ScheduledBatch, result: Any, /) -> None:
+        """A step of the target was run, with this `StepResult`; its tokens are not booked yet."""
         ...
 
     def prepare(self, running: Callable[[], Sequence[Request]]) -> None:
@@ -52,6 +57,10 @@ class Speculation(Protocol):
         ...
 
 
+def no_hearing(batch: ScheduledBatch, result: Any) -> None:
+    """Of drafters that see tokens only."""
+
+
 class NoSpeculation:
     """`Speculation` that never guesses."""
 
@@ -60,6 +69,9 @@ class NoSpeculation:
 
     def prepare(self, running: Callable[[], Sequence[Request]]) -> None:
         """Nothing to prepare."""
+
+    def hear(self, batch: ScheduledBatch, result: Any, /) -> None:
+        """Nothing to hear."""
 
     def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float) -> Observed:
         """Nothing to learn."""
@@ -76,6 +88,7 @@ class Speculator:
         times: of a drafter that costs time; what it takes is told to it.
         clock_s: for that time.
         runner: that makes the guesses, where it is not the drafter itself.
+        hear: what wants to know of the target's steps.
     """
 
     def __init__(
@@ -86,11 +99,16 @@ class Speculator:
         times: DraftTimes | None = None,
         clock_s: Callable[[], float] = time.perf_counter,
         runner: Any = None,
+        hear: Hear = no_hearing,
     ) -> None:
-        self.runner = runner
+        self.runner, self._hear = runner, hear
         self.drafter, self.policy, self.most, self.times, self._clock_s = drafter, policy, most, times, clock_s
         self._evidence: dict[Request, int] = {}
         self._skip, self._look_ms = 0, FIRST_LOOK_MS  # steps in which nobody looks; what a look takes, per request
+
+    def hear(self, batch: ScheduledBatch, result: Any, /) -> None:
+        """Tell who wants to know."""
+        self._hear(batch, result)
 
     @property
     def status(self) -> tuple[str, str]:

@@ -34,6 +34,7 @@ class WindowState:
         pairs: of the draft model's first step, the rows of these two tokens [2B].
         drafts: of its other steps [B]; the block tables are those of its own pool.
         rows: tables and parameters of the target's rows [(1 + most) * B]; its first B are `base`'s.
+        draft_tables: [(1 + most) * B, width] int32, of the draft model's pool; the first are those of `pairs`.
         report: [2, 1 + most, B] int64: tokens fed (the first row: `base`'s when the cycle began), tokens sampled.
         block_size: tokens of a block, in both pools.
     """
@@ -43,6 +44,7 @@ class WindowState:
     pairs: DecodeState
     drafts: DecodeState
     rows: DecodeState
+    draft_tables: Tensor
     report: Tensor
     block_size: int
 
@@ -65,12 +67,14 @@ class WindowState:
         base, pairs = sampling.state(num_seqs, widths[0], 1), draft_sampling.state(2 * num_seqs, widths[1], 1)
         drafts = draft_sampling.state(num_seqs, widths[1], most)
         report = torch.zeros(2, 1 + most, num_seqs, dtype=torch.int64, device=base.input_ids.device)
-        base.block_tables, drafts.block_tables = rows.block_tables[:num_seqs], pairs.block_tables[:num_seqs]
+        tables = pairs.block_tables.new_zeros((1 + most) * num_seqs, widths[1])
+        pairs.block_tables, drafts.block_tables = tables[: 2 * num_seqs], tables[:num_seqs]
+        base.block_tables = rows.block_tables[:num_seqs]
         for name in PARAMETERS:
             setattr(base, name, getattr(rows, name)[:num_seqs])
             setattr(drafts, name, getattr(base, name))
         drafts.out_tokens, drafts.to_target = report[0, 1:], to_target
-        return cls(base, torch.zeros_like(base.input_ids), pairs, drafts, rows, report, block_size)
+        return cls(base, torch.zeros_like(base.input_ids), pairs, drafts, rows, tables, report, block_size)
 
     def window(self, sampling: DeviceSampling, num_drafts: int) -> DecodeState:
         """The target's rows of a cycle of so many drafts, with numbers of their own: sampling leaves them changed."""
@@ -84,8 +88,8 @@ class WindowState:
     def spread(self) -> None:
         """Bring what `base` has been given, and the tables of `drafts`, to the other rows of each request."""
         num_seqs = self.base.input_ids.shape[0]
-        for state in (self.rows, self.pairs):
-            by_step = state.block_tables.view(-1, num_seqs, state.block_tables.shape[1])
+        for tables in (self.rows.block_tables, self.draft_tables):
+            by_step = tables.view(-1, num_seqs, tables.shape[1])
             by_step[1:] = by_step[:1]
         for name in PARAMETERS:
             by_step = getattr(self.rows, name).view(-1, num_seqs)
@@ -100,7 +104,7 @@ class WindowOps:
     close: Callable[[WindowState, Any], None]
 
 
-def _place(state: DecodeState, row: Tensor, position: Tensor, seen: Tensor, block_size: int) -> None:
+def place(state: Any, row: Tensor, position: Tensor, seen: Tensor, block_size: int) -> None:
     """Put rows of requests at positions, where `seen` and there is a slot; else they pad."""
     width = state.block_tables.shape[1]
     blocks = state.block_tables[row, (position // block_size).clamp(0, width - 1)].long()
@@ -109,7 +113,8 @@ def _place(state: DecodeState, row: Tensor, position: Tensor, seen: Tensor, bloc
     state.slot_mapping.copy_(torch.where(seen, blocks * block_size + position % block_size, -1))
 
 
-def _capacity(state: DecodeState, block_size: int) -> Tensor:
+def capacity_of(state: DecodeState, block_size: int) -> Tensor:
+    """Tokens for which a request has places: [B]."""
     return state.max_seq_lens.clamp(max=state.block_tables.shape[1] * block_size)
 
 
@@ -128,28 +133,33 @@ def open_window(state: WindowState, window: DecodeState) -> None:
     index = torch.arange(num_seqs, device=live.device)
     num_rows = window.input_ids.shape[0]
     position = row_of(base.positions, num_rows) + step_of(num_rows)
-    seen = row_of(live, num_rows) & (position < row_of(_capacity(base, size), num_rows))
-    _place(window, row_of(index, num_rows), position, seen, size)
+    seen = row_of(live, num_rows) & (position < row_of(capacity_of(base, size), num_rows))
+    place(window, row_of(index, num_rows), position, seen, size)
     window.output_positions.copy_(row_of(base.output_positions, num_rows) + step_of(num_rows))
     state.report[0, 0] = torch.where(live, base.input_ids, 0)
 
-    drafted = live & (base.positions < _capacity(state.drafts, size))
+    drafted = live & (base.positions < capacity_of(state.drafts, size))
     both = drafted.repeat(2)
-    _place(state.pairs, index.repeat(2), base.positions.repeat(2) - 1 + step_of(2 * num_seqs), both, size)
+    place(state.pairs, index.repeat(2), base.positions.repeat(2) - 1 + step_of(2 * num_seqs), both, size)
     state.pairs.input_ids.copy_(torch.where(both, torch.cat([state.previous_ids, base.input_ids]), 0))
-    _place(state.drafts, index, base.positions, drafted, size)
+    place(state.drafts, index, base.positions, drafted, size)
     state.drafts.output_positions.copy_(base.output_positions)
+
+
+def accepted_of(state: WindowState, num_rows: int) -> Tensor:
+    """How many guesses of each request came true, of a window of so many rows that the target has sampled: [B]."""
+    base, fed, sampled = state.base, state.report[0, :num_rows], state.report[1, :num_rows]
+    step = torch.arange(1, num_rows, device=fed.device)[:, None]
+    same = (sampled[:-1] == fed[1:]) & (base.positions + step < capacity_of(base, state.block_size))
+    return same.long().cumprod(0).sum(0)
 
 
 def close_window(state: WindowState, window: DecodeState) -> None:
     """Move each request on: behind its drafts up to the first that differs from the token sampled before it."""
     base, size = state.base, state.block_size
     num_rows = window.input_ids.shape[0] // base.input_ids.shape[0]
-    fed, sampled = state.report[0, :num_rows], state.report[1, :num_rows]
-    live, capacity = base.seq_lens > 0, _capacity(base, size)
-    step = torch.arange(1, num_rows, device=live.device)[:, None]
-    same = (sampled[:-1] == fed[1:]) & (base.positions + step < capacity)
-    accepted = same.long().cumprod(0).sum(0)
+    sampled, accepted = state.report[1, :num_rows], accepted_of(state, num_rows)
+    live, capacity = base.seq_lens > 0, capacity_of(base, size)
     before = torch.where(accepted > 0, sampled.gather(0, (accepted - 1).clamp(min=0)[None])[0], base.input_ids)
     last = sampled.gather(0, accepted[None])[0]
     position = base.positions + accepted + 1

@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from strata_lab.kernels.gpu import follow_rows as gpu_follow_rows
 from strata_lab.kernels.gpu.decode_state import DecodeState
 from strata_lab.kernels.gpu.sampling import sample_drawn, sample_greedy
 from strata_lab.kernels.gpu.window_state import WINDOWS
+from strata_lab.speculative import follow_rows
+from strata_lab.speculative.follow_rows import FollowRows
 from strata_lab.speculative.window_state import PARAMETERS, TORCH_WINDOWS, WindowOps, WindowState
 
 SIZE, MOST, VOCAB = 4, 5, 60
@@ -75,6 +78,43 @@ def test_both_ends_are_those_of_the_reference(end: str, num_drafts: int, device:
         for name, expected in results[0].items():
             assert torch.equal(expected, results[1][name]), name
         assert any(not torch.equal(value, before[name]) for name, value in results[1].items()), "it did something"
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, MOST])
+def test_rows_that_follow_a_window_are_those_of_the_reference(num_drafts: int, device: torch.device) -> None:
+    slots = set()
+    for seed in range(6):
+        found = []
+        for place in (follow_rows.place_rows, gpu_follow_rows.place_rows):
+            state = make(seed, 1 + seed, device)
+            window = state.window(States(device), num_drafts)
+            rows = FollowRows.empty(state, torch.zeros(1 + seed, 8, device=device)).first(window.input_ids.shape[0])
+            place(state, window, rows)
+            found.append(tensors(rows))
+        for name, expected in found[0].items():
+            assert torch.equal(expected, found[1][name]), name
+        slots |= set(found[0]["slot_mapping"].tolist())
+    assert slots > {-1}
+
+
+def test_what_follows_a_window_is_what_a_request_keeps(device: torch.device) -> None:
+    """Each kept token at its own position in the draft's pool, and the row behind the last of them."""
+    state = make(0, 1, device)
+    state.base.positions.fill_(6)
+    state.base.seq_lens.fill_(7)
+    state.base.max_seq_lens.fill_(99)
+    state.drafts.max_seq_lens.fill_(99)
+    state.report[0, :, 0] = torch.tensor([40, 41, 42, 43, 50, 51])
+    state.report[1, :, 0] = torch.tensor([41, 42, 30, 44, 52, 53])
+    window = state.window(States(device), 3)
+    rows = FollowRows.empty(state, torch.zeros(1, 8, device=device)).first(4)
+    gpu_follow_rows.place_rows(state, window, rows)
+    assert rows.input_ids.tolist() == [41, 42, 30, 0]
+    assert rows.positions.tolist() == [7, 8, 9, 0]
+    assert rows.seq_lens.tolist() == [8, 9, 10, 0]
+    table = state.drafts.block_tables[0].tolist()
+    assert rows.slot_mapping.tolist() == [table[p // SIZE] * SIZE + p % SIZE for p in (7, 8, 9)] + [-1]
+    assert rows.kept.tolist() == [2]
 
 
 @pytest.fixture(params=[TORCH_WINDOWS, WINDOWS], ids=["reference", "kernels"])

@@ -22,11 +22,15 @@ from strata_lab.sampler import Sampler
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.speculative.ahead import AheadDrafter, DraftAhead
 from strata_lab.speculative.cycles import Cycles
-from strata_lab.speculative.guesses import TokenGuesses
+from strata_lab.speculative.feature_draft import FeatureDraft
+from strata_lab.speculative.follow_rows import place_rows
+from strata_lab.speculative.guesses import FeatureGuesses, TokenGuesses
 from strata_lab.speculative.look_up import TORCH_LOOK_UPS, LookUp, LookUpGuesses, follows
+from strata_lab.speculative.make import listener
 from strata_lab.speculative.speculator import Speculator
 from strata_lab.speculative.window_state import TORCH_WINDOWS
 from tests.checkpoints import VOCAB, write_checkpoint
+from tests.drafts import write_feature_draft
 from tests.test_run_ahead import BLOCK_SIZE, OFF, Mark, Replays, TorchSampling, alone, prompts
 
 MAX_LEN = 96
@@ -45,11 +49,12 @@ class Narrow:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """The target, which drafts for itself, and another model."""
-    return [
+    """The target, which drafts for itself, another model, and a draft that sees the target's states."""
+    models = [
         write_checkpoint(tmp_path_factory.mktemp(name), family)[0]
         for name, family in (("llama", "llama"), ("other", "qwen2"))
     ]
+    return [*models, write_feature_draft(models[0], tmp_path_factory.mktemp("drafts") / "features")]
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +87,12 @@ def engine(
         eager: Any = getattr(model.step, "eager", model.step)
         if kept is not None:
             model.to_target, eager = kept, Narrow(eager, kept)
-        sampling = TorchSampling(vocab_size if kept is None else len(kept))
-        guesses, to_target = TokenGuesses(eager), model.to_target
+        to_target = model.to_target
+        sampling = TorchSampling(vocab_size if to_target is None else len(to_target))
+        guesses = FeatureGuesses(model, place_rows) if isinstance(model, FeatureDraft) else TokenGuesses(eager)
     captured = Cycles(ahead, guesses, sampling, to_target, TORCH_WINDOWS, cycles, most)
     runner = DraftAhead(ahead, model, captured)
-    speculation = Speculator(AheadDrafter(model), None, most, runner=runner)
+    speculation = Speculator(AheadDrafter(model), None, most, runner=runner, hear=listener(model))
     made._loop.parts = dataclasses.replace(parts, runner=runner, speculation=speculation)
     made._loop.scheduler.configure(lookahead=runner.lookahead)
     return made, cycles, steps
@@ -117,7 +123,7 @@ def test_a_target_that_drafts_for_itself_keeps_every_guess(
         assert made._loop.parts.speculation.drafter.model.blocks.num_used == 0
 
 
-@pytest.mark.parametrize("draft", [0, 1, None])
+@pytest.mark.parametrize("draft", [0, 1, 2, None])
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_requests_of_different_lengths_get_what_they_get_alone(
     folders: list[Any], plain: LLMEngine, temperature: float, draft: int | None
@@ -232,8 +238,7 @@ def test_windows_follow_what_is_wanted_from_cycle_to_cycle(folders: list[Any], p
     assert steps.count <= 1, "for a last token, which leaves no room for a guess"
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("draft", [0, 1, None])
+@pytest.mark.parametrize(("draft", "seed"), [(draft, seed) for draft in (0, 1, None) for seed in range(3)] + [(2, 0)])
 def test_random_traffic_in_a_small_pool_changes_no_token(
     folders: list[Any], plain: LLMEngine, seed: int, draft: int | None
 ) -> None:
@@ -271,6 +276,26 @@ def test_random_traffic_in_a_small_pool_changes_no_token(
         got = outputs[index].token_ids
         assert got == (expected[: len(got)] if index in aborted else expected), index
     assert cycles.count > 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_device_guesses_from_states_what_the_host_guesses(folders: list[Any], temperature: float) -> None:
+    """Window by window: the states of accepted tokens, and behind guesses the draft's own, are the same in both."""
+    params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, seed=4, top_k=40)
+    windows = []
+    made, cycles, _ = engine(folders, draft=2)
+    with made:
+        made.generate(prompts(1), params)
+        windows.append([window.token_ids for step in steps_of(made) for window in step.drafts])
+    options = {"max_model_len": MAX_LEN, "block_size": BLOCK_SIZE, "num_kv_blocks": 64}
+    with LLMEngine(folders[0], device="cpu", optimizations=OFF, draft_model=folders[2], **options) as host:
+        assert host.apply(speculative="draft", num_draft_tokens=3).ok
+        host._loop.parts.speculation.policy = None
+        host.generate(prompts(1), params)
+        windows.append([window.token_ids for step in steps_of(host) for window in step.drafts])
+    assert cycles.count > 8
+    assert len({guess for window in windows[0] for guess in window}) > 5
+    assert windows[0][:-2] == windows[1][: len(windows[0]) - 2], "the last ones are cut where the text ends"
 
 
 def test_a_draft_model_without_room_leaves_plain_steps(folders: list[Any], plain: LLMEngine) -> None:

@@ -19,6 +19,8 @@ from strata_lab.sampling_params import SamplingParams
 from strata_lab.settings import ConfigError
 from strata_lab.speculative.forecast import draft_memory
 from strata_lab.speculative.traffic import Text
+from strata_lab.speculative.train.features import FeatureLesson
+from strata_lab.speculative.train.lessons import BEST_SHARE, TokenLesson, distillation_loss, runs_in
 from strata_lab.speculative.train.making import before_loop
 from strata_lab.speculative.train.measure import HeldOut, acceptance
 from strata_lab.speculative.train.network import Network, Teacher, first_draft, read_network
@@ -26,7 +28,7 @@ from strata_lab.speculative.train.prompts import prompts, read_seeds
 from strata_lab.speculative.train.recipe import train_draft
 from strata_lab.speculative.train.settings import Recipe
 from strata_lab.speculative.train.texts import Rows, batches, split
-from strata_lab.speculative.train.training import BEST_SHARE, Schedule, Training, distillation_loss
+from strata_lab.speculative.train.training import Schedule, Training
 from strata_lab.speculative.train.vocabulary import coverage, most_used
 from tests.checkpoints import VOCAB, write_checkpoint
 
@@ -135,7 +137,7 @@ def test_the_plain_network_computes_what_the_reference_computes(family, tmp_path
     network = read_network(checkpoint, CPU, torch.float32)
     ids = torch.randint(0, VOCAB, (2, 19), generator=torch.Generator().manual_seed(1))
     everything = Teacher(network, torch.arange(VOCAB))
-    found = everything.log_probabilities(everything.embed(ids), torch.ones_like(ids, dtype=torch.bool))
+    found = everything.log_probabilities(everything.states(everything.embed(ids)).flatten(0, 1))
     wanted = torch.cat([sequence_logits(checkpoint)(row.tolist()).log_softmax(1) for row in ids])
     torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
 
@@ -147,21 +149,21 @@ def test_a_mixture_of_experts_is_refused_before_it_writes_texts(tmp_path) -> Non
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def training(target, state, seed: int = 0) -> Training:
+def training(target, state, seed: int = 0, kind=TokenLesson) -> Training:
     network = read_network(open_checkpoint(str(target)), CPU, torch.float32)
     to_target = most_used(texts(), 64, VOCAB)
-    teacher = Teacher(network, to_target)
+    lesson = kind(Teacher(network, to_target))
     learned, held = split(texts(), 64)
     schedule = Schedule(steps=12, seconds=600, batch_tokens=256, most_tokens=64, seed=seed)
-    return Training(
-        teacher, first_draft(network, 1, to_target), learned, HeldOut(teacher, held, 64, CPU), schedule, state
-    )
+    draft = lesson.first(1, [Rows.of(learned[:40], 64)])
+    return Training(lesson, draft, learned, HeldOut(lesson, held, 64, CPU), schedule, state)
 
 
-def test_training_goes_on_exactly_where_it_was_interrupted(target, tmp_path) -> None:
-    through = training(target, tmp_path / "through.pt")
+@pytest.mark.parametrize("kind", [TokenLesson, FeatureLesson])
+def test_training_goes_on_exactly_where_it_was_interrupted(kind, target, tmp_path) -> None:
+    through = training(target, tmp_path / "through.pt", kind=kind)
     through.run(lambda task, fraction: None)
-    broken = training(target, tmp_path / "state.pt")
+    broken = training(target, tmp_path / "state.pt", kind=kind)
 
     def interrupt(task: str, fraction: float) -> None:
         if broken.course.step == 5:
@@ -169,14 +171,14 @@ def test_training_goes_on_exactly_where_it_was_interrupted(target, tmp_path) -> 
 
     with pytest.raises(KeyboardInterrupt):
         broken.run(interrupt)
-    again = training(target, tmp_path / "state.pt")
+    again = training(target, tmp_path / "state.pt", kind=kind)
     assert again.course.step == 5
     again.run(lambda task, fraction: None)
     assert again.course.loss == through.course.loss
     for name, value in through.draft.tensors.items():
         torch.testing.assert_close(again.draft.tensors[name], value, atol=0, rtol=0)
     with pytest.raises(ConfigError, match="another training"):
-        training(target, tmp_path / "state.pt", seed=1)
+        training(target, tmp_path / "state.pt", seed=1, kind=kind)
 
 
 def test_the_loss_is_zero_for_a_draft_that_says_what_it_is_to_say() -> None:
@@ -189,7 +191,8 @@ def test_the_loss_is_zero_for_a_draft_that_says_what_it_is_to_say() -> None:
 
 def test_acceptance_is_what_walking_through_windows_gives() -> None:
     yes, no = True, False
-    found = acceptance([[no, yes, yes, no, yes], [yes, no, yes]])  # the first place of a text is its prompt's
+    texts = [no, yes, yes, no, yes], [yes, no, yes]  # the first place of each is its prompt's
+    found = acceptance([runs_in(text) for text in texts])
     assert found.places == 6
     assert found.by_position[0] == 4 / 6
     assert found.by_position[1] == 1 / 2, "behind a true guess, where the text goes on"
@@ -270,16 +273,15 @@ def test_mistakes_are_one_line(target, tmp_path, monkeypatch, options, message) 
 
 def test_a_fitted_head_makes_more_of_an_untrained_draft(target) -> None:
     network = read_network(open_checkpoint(str(target)), CPU, torch.float32)
-    teacher, rows = Teacher(network, torch.arange(VOCAB)), Rows.of(texts(100, seed=1), 64)
-    held_out, draft = HeldOut(teacher, texts(40), 64, CPU), first_draft(network, 1, torch.arange(VOCAB))
-    before = held_out.measure(draft).by_position[0]
-    teacher.fit_head(draft, [rows])
-    assert held_out.measure(draft).by_position[0] > 1.3 * before
+    lesson, rows = TokenLesson(Teacher(network, torch.arange(VOCAB))), Rows.of(texts(100, seed=1), 64)
+    held_out, draft = HeldOut(lesson, texts(40), 64, CPU), first_draft(network, 1, torch.arange(VOCAB))
+    fitted = lesson.first(1, [rows])
+    assert held_out.measure(fitted).by_position[0] > 1.3 * held_out.measure(draft).by_position[0]
 
 
 def test_an_untrained_draft_of_all_layers_and_tokens_is_the_target(target) -> None:
     network = read_network(open_checkpoint(str(target)), CPU, torch.float32)
-    teacher = Teacher(network, torch.arange(VOCAB))
+    lesson = TokenLesson(Teacher(network, torch.arange(VOCAB)))
     draft = first_draft(network, network.config.num_layers, torch.arange(VOCAB))
     assert isinstance(draft, Network)
-    assert HeldOut(teacher, texts(20), 64, CPU).measure(draft).by_position[0] == 1.0
+    assert HeldOut(lesson, texts(20), 64, CPU).measure(draft).by_position[0] == 1.0

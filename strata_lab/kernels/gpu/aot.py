@@ -39,6 +39,7 @@ MODULES = (
     "invariant",
     "window_state",
     "look_up",
+    "follow_rows",
 )
 _ALIGNMENT = 16
 

@@ -21,7 +21,7 @@ from strata_lab.speculative.window_state import WindowOps, WindowState
 
 
 @triton.jit
-def _put(
+def put(
     positions, seq_lens, slot_mapping, at, position, seen, tables, row, width, mask, BLOCK_SIZE: tl.constexpr
 ):  # fmt: skip
     """Store rows of request `row` at positions; those that are not seen pad."""
@@ -30,6 +30,18 @@ def _put(
     tl.store(positions + at, tl.where(seen, position, 0), mask=mask)
     tl.store(seq_lens + at, tl.where(seen, position + 1, 0).to(tl.int32), mask=mask)
     tl.store(slot_mapping + at, tl.where(seen, block * BLOCK_SIZE + position % BLOCK_SIZE, -1), mask=mask)
+
+
+@triton.jit
+def accepted_in(
+    fed, sampled, row, num_seqs, position, capacity, ROWS: tl.constexpr, ROWS_POW2: tl.constexpr
+):  # fmt: skip
+    """The sampled tokens of request `row`, and how many of its guesses came true."""
+    step = tl.arange(0, ROWS_POW2)
+    here = tl.load(sampled + step * num_seqs + row, mask=step < ROWS, other=0)
+    guess = tl.load(fed + (step + 1) * num_seqs + row, mask=step + 1 < ROWS, other=0)
+    differs = (here != guess) | (step + 1 >= ROWS) | (position + step + 1 >= capacity)
+    return here, tl.min(tl.where(differs, step, ROWS - 1))
 
 
 @triton.jit
@@ -52,17 +64,17 @@ def _open_kernel(
     at, mask, here = step * num_seqs + row, step < ROWS, position + step
     capacity = tl.minimum(tl.load(max_seq_lens + row), width * BLOCK_SIZE)
     seen = live & mask & (here < capacity)
-    _put(row_positions, row_lens, row_slots, at, here, seen, tables, row, width, mask, BLOCK_SIZE)
+    put(row_positions, row_lens, row_slots, at, here, seen, tables, row, width, mask, BLOCK_SIZE)
     tl.store(row_outputs + at, output + step, mask=mask)
 
     drafted = live & (position < tl.minimum(tl.load(draft_max + row), draft_width * BLOCK_SIZE))
     two = tl.arange(0, 2)
     at, here, seen = two * num_seqs + row, position - 1 + two, (two >= 0) & drafted
-    _put(pair_positions, pair_lens, pair_slots, at, here, seen, draft_tables, row, draft_width, two >= 0, BLOCK_SIZE)
+    put(pair_positions, pair_lens, pair_slots, at, here, seen, draft_tables, row, draft_width, two >= 0, BLOCK_SIZE)
     tl.store(pair_ids + at, tl.where(seen, tl.where(two == 0, before, token), 0))
     one = tl.arange(0, 1)
     at, here, seen = one + row, position + one, (one == 0) & drafted
-    _put(draft_positions, draft_lens, draft_slots, at, here, seen, draft_tables, row, draft_width, one == 0, BLOCK_SIZE)
+    put(draft_positions, draft_lens, draft_slots, at, here, seen, draft_tables, row, draft_width, one == 0, BLOCK_SIZE)
     tl.store(draft_outputs + row, output)
 
 
@@ -78,10 +90,7 @@ def _close_kernel(
     position, output, token = tl.load(positions + row), tl.load(output_positions + row), tl.load(input_ids + row)
     capacity = tl.minimum(tl.load(max_seq_lens + row), width * BLOCK_SIZE)
     step = tl.arange(0, ROWS_POW2)
-    here = tl.load(sampled + step * num_seqs + row, mask=step < ROWS, other=0)
-    guess = tl.load(fed + (step + 1) * num_seqs + row, mask=step + 1 < ROWS, other=0)
-    differs = (here != guess) | (step + 1 >= ROWS) | (position + step + 1 >= capacity)
-    accepted = tl.min(tl.where(differs, step, ROWS - 1))
+    here, accepted = accepted_in(fed, sampled, row, num_seqs, position, capacity, ROWS, ROWS_POW2)
     last = tl.sum(tl.where(step == accepted, here, 0))
     before = tl.where(accepted > 0, tl.sum(tl.where(step == accepted - 1, here, 0)), token)
     position += accepted + 1
@@ -124,19 +133,20 @@ def close_window(state: WindowState, window: DecodeState) -> None:
 WINDOWS = WindowOps(open_window, close_window)
 
 
-class _Meta:
+class Meta:
     """States on no device."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
     def state(self, num_seqs: int, table_width: int, steps: int) -> DecodeState:
+        """As of `DeviceSampling`."""
         return DecodeState.empty(num_seqs, table_width, steps, 16, self.vocab_size, "meta")
 
 
 def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Cycles of one and of four requests."""
-    target, draft = _Meta(49152), _Meta(8192)
+    target, draft = Meta(49152), Meta(8192)
     to_target = torch.empty(8192, dtype=torch.int64, device="meta")
     for num_seqs, drafts in ((1, 4), (4, 8)):
         state = WindowState.empty(target, draft, num_seqs, (64, 64), 8, 16, to_target)

@@ -19,20 +19,21 @@ from torch import Tensor
 
 from strata_lab import __version__
 from strata_lab.models.checkpoint import Checkpoint, is_linear, plain_linear
-from strata_lab.models.draft_part import PROBE
+from strata_lab.models.draft_part import FEATURES, PROBE, state_mark
 from strata_lab.models.strata_folder import MANIFEST, VERSION, StrataCheckpoint
 from strata_lab.quant import convert
 from strata_lab.quant.base import LinearWeight
 from strata_lab.quant.convert_files import Entries, precision, replace_file, write_tensors
-from strata_lab.speculative.train.network import Network
+from strata_lab.speculative.train.network import NORM, Network
 
 CARD = "README.md"
 GRANULARITY = {"int8": "channel"}  # a scale per row: what the GPU's kernels multiply by fastest, and enough for guesses
 
 
 def write_draft(
-    folder: Path, draft: Network, to_target: Tensor, target: Checkpoint, weights: str, facts: Mapping[str, Any]
-) -> int:
+    folder: Path, draft: Network, to_target: Tensor, target: Checkpoint, weights: str, kind: str,
+    facts: Mapping[str, Any],
+) -> int:  # fmt: skip
     """Write the folder, whole or not at all; bytes of its tensors.
 
     Args:
@@ -41,6 +42,7 @@ def write_draft(
         to_target: its vocabulary, [Vd] int64 ascending.
         target: whose draft it is.
         weights: number format of its matrices.
+        kind: what it sees.
         facts: for the card; see `card`.
     """
     part = folder.parent / f".{folder.name}.part"
@@ -57,10 +59,11 @@ def write_draft(
         "generation": {}, "tensors": tensors,
         "draft": {
             "target": target.name, "vocab_size": target.config.vocab_size, "to_target": to_target.tolist(),
+            "kind": kind, "mark": state_mark(target.tensor(NORM)) if kind == FEATURES else 0,
             "probe": None if tokenizer is None else tokenizer.encode(PROBE), "facts": dict(facts),
         },
     }  # fmt: skip
-    (part / CARD).write_text(card(target.name, draft, facts), encoding="utf-8")
+    (part / CARD).write_text(card(target.name, draft, kind, facts), encoding="utf-8")
     replace_file(part / MANIFEST, json.dumps(manifest, separators=(",", ":")).encode())
     os.rename(part, folder)
     StrataCheckpoint(folder).close()  # what was written is what is read
@@ -81,19 +84,20 @@ def _packed(value: Tensor, weights: str) -> LinearWeight:
     return convert(plain_linear(value), weights, GRANULARITY.get(weights))
 
 
-def card(target: str, draft: Network, facts: Mapping[str, Any]) -> str:
-    """The data card.
+def card(target: str, draft: Network, kind: str, facts: Mapping[str, Any]) -> str:
+    """The data card of a draft of this kind.
 
     `facts`: recipe ("recipe"), what was read ("texts", "tokens", "greedy", "coverage"), what training did ("steps",
     "places", "seconds", "loss", "hardware") and acceptance ("before", "after").
     """
+    seen = "embedding and its hidden states" if kind == FEATURES else "embedding"
     c, after, before = draft.config, facts["after"], facts["before"]
     rows = zip(range(1, 99), before["by_position"], after["by_position"], after["tokens_per_step"], strict=False)
     recipe = "\n".join(f"- {name}: {value}" for name, value in facts["recipe"].items())
     return (
         f"""# A draft for {target}
 
-Guesses what {target} says next, for `speculative="draft"`. It is no model of its own: it reads the target's embedding
+Guesses what {target} says next, for `speculative="draft"`. It is no model of its own: it reads the target's {seen}
 and knows {c.vocab_size:,} of its tokens. Texts are the target's, whatever it guesses.
 
 - Shape: {c.num_layers} layers of width {c.hidden_size} ({c.architecture}), a head over {c.vocab_size:,} tokens.

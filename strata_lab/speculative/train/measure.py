@@ -1,8 +1,8 @@
 """How many guesses would come true, without generating: the draft's best token against the target's, place by place.
 
 A guess is looked at only while all before it were right, and then the draft has seen the target's own text; so guesses
-along a greedy text tell exactly what would have become of every window. Of drawn texts the same numbers say how often
-both would choose the same most likely token.
+along a greedy text tell exactly what would have become of every window (`Lesson.runs`). Of drawn texts the same numbers
+say how often both would choose the same most likely token.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from strata_lab.speculative.traffic import Text
-from strata_lab.speculative.train.network import Network, Teacher
+from strata_lab.speculative.train.lessons import Lesson
+from strata_lab.speculative.train.network import Network
 from strata_lab.speculative.train.texts import Rows
 
 MOST_GUESSES = 8  # of a window
@@ -42,23 +41,14 @@ class Acceptance:
         return asdict(self)
 
 
-def acceptance(hits: Sequence[Sequence[bool]]) -> Acceptance:
-    """From what came of guessing each token of some texts; the first token of a text comes with its prompt."""
-    runs = [_runs(text[1:]) for text in hits]
+def acceptance(texts: Sequence[Sequence[int]]) -> Acceptance:
+    """From how many guesses in a row are true from each token of some texts on; their first comes with the prompt."""
+    runs = [text[1:] for text in texts]
     return Acceptance(
         places=sum(map(len, runs)),
         by_position=tuple(_share_true(runs, n) for n in range(MOST_GUESSES)),
         tokens_per_step=tuple(_tokens_per_step(runs, most) for most in range(1, MOST_GUESSES + 1)),
     )
-
-
-def _runs(hits: Sequence[bool]) -> list[int]:
-    """From each place on, how many guesses in a row are true."""
-    runs, run = [], 0
-    for hit in reversed(hits):
-        run = run + 1 if hit else 0
-        runs.append(run)
-    return runs[::-1]
 
 
 def _share_true(runs: Sequence[Sequence[int]], before: int) -> float:
@@ -82,14 +72,14 @@ class HeldOut:
     """Texts to measure with, and what the target says in them.
 
     Args:
-        teacher: the target.
+        lesson: of the drafts that are measured.
         texts: that the draft does not learn from.
         most_tokens: of a row.
         device: of the target.
     """
 
-    def __init__(self, teacher: Teacher, texts: Sequence[Text], most_tokens: int, device: torch.device) -> None:
-        self._teacher = teacher
+    def __init__(self, lesson: Lesson, texts: Sequence[Text], most_tokens: int, device: torch.device) -> None:
+        self._lesson, teacher = lesson, lesson.teacher
         ordered = sorted(texts, key=lambda text: len(text.prompt) + len(text.output))
         groups = [ordered[i : i + TEXTS_AT_ONCE] for i in range(0, len(ordered), TEXTS_AT_ONCE)]
         self._rows = [Rows.of(group, most_tokens).to(device) for group in groups]
@@ -98,15 +88,9 @@ class HeldOut:
     @torch.no_grad()
     def measure(self, draft: Network) -> Acceptance:
         """Acceptance of a draft, computed in the target's dtype."""
-        hits: list[list[bool]] = []
+        runs: list[list[int]] = []
+        dtype = self._lesson.teacher.network.head.dtype
+        cast = type(draft)(draft.config, {name: value.to(dtype) for name, value in draft.tensors.items()})
         for rows, best in zip(self._rows, self._best, strict=True):
-            guesses = self._guesses(draft, rows)
-            right = torch.zeros_like(rows.learned).masked_scatter(rows.learned, guesses == best)
-            hits += [row[places].tolist() for row, places in zip(right.cpu(), rows.learned.cpu(), strict=True)]
-        return acceptance(hits)
-
-    def _guesses(self, draft: Network, rows: Rows) -> Tensor:
-        x = self._teacher.embed(rows.token_ids)
-        cast = Network(draft.config, {name: value.to(x.dtype) for name, value in draft.tensors.items()})
-        logits = F.linear(cast.hidden(x)[rows.learned], cast.head)
-        return self._teacher.to_target[logits.float().argmax(dim=1)]
+            runs += self._lesson.runs(cast, rows, best)
+        return acceptance(runs)

@@ -20,20 +20,22 @@ from strata_lab.models.base import WeightSource
 from strata_lab.models.checkpoint import expected_tensors, is_linear
 from strata_lab.quant import get_format
 from strata_lab.settings import ConfigError
-from strata_lab.speculative.train.texts import Rows
 
 Tensors = dict[str, Tensor]
+Attend = Callable[[str, Tensor, Tensor, Tensor], Tensor]
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 RIDGE = 1e-2  # of the mean square of a state, against directions that hardly occur
 ROWS_AT_ONCE = 4096  # rows of the target's logits that are in memory at the same time
 
 
 def read_network(source: WeightSource, device: torch.device, dtype: torch.dtype) -> Network:
-    """A dense checkpoint's model, dequantized; a draft has no embedding."""
-    config = source.config
-    borrowed = {EMBEDDING} if getattr(source, "draft", None) is not None else set()
+    """A dense checkpoint's model, dequantized; a draft has no embedding, and perhaps tensors that make its rows."""
+    config, part = source.config, getattr(source, "draft", None)
+    names = [name for name, _ in expected_tensors(config)]
+    if part is not None:
+        names = [name for name in names if name != EMBEDDING] + list(part.own_tensors(config.hidden_size))
     tensors: Tensors = {}
-    for name in [name for name, _ in expected_tensors(config) if name not in borrowed]:
+    for name in names:
         if is_linear(name):
             weight = source.linear(name)
             value = get_format(weight.format).dequantize(weight)
@@ -61,24 +63,32 @@ class Network:
 
     def hidden(self, x: Tensor) -> Tensor:
         """Embedded rows [B, T, hidden], each from position 0 on -> states after the final norm, [B, T, hidden]."""
-        rotary = rotary_table(self.config, x.shape[1], x.device)
-        for index in range(self.config.num_layers):
-            prefix = f"model.layers.{index}."
-            x = x + self._attention(x, f"{prefix}self_attn.", self._norm(x, f"{prefix}input_layernorm.weight"), rotary)
-            x = x + self._mlp(self._norm(x, f"{prefix}post_attention_layernorm.weight"), f"{prefix}mlp.")
-        return self._norm(x, NORM)
+        return self.norm(self.states(x), NORM)
 
-    def _norm(self, x: Tensor, name: str) -> Tensor:
+    def states(self, x: Tensor, layers: range | None = None, attend: Attend | None = None) -> Tensor:
+        """Rows [B, T, hidden] through some layers (all of them), before the final norm.
+
+        `attend` computes attention of a layer, by its prefix, from q, k and v [B, heads, T, D]; causal by itself.
+        """
+        rotary = rotary_table(self.config, x.shape[1], x.device)
+        for index in range(self.config.num_layers) if layers is None else layers:
+            prefix = f"model.layers.{index}."
+            h = self.norm(x, f"{prefix}input_layernorm.weight")
+            x = x + self._attention(h, f"{prefix}self_attn.", rotary, attend or causal)
+            x = x + self._mlp(self.norm(x, f"{prefix}post_attention_layernorm.weight"), f"{prefix}mlp.")
+        return x
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """RMSNorm by the weight of this name."""
         weight = self.tensors[name]
         return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.config.rms_norm_eps)
 
-    def _attention(self, x: Tensor, prefix: str, h: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def _attention(self, h: Tensor, prefix: str, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         c = self.config
         q, k, v = (self._heads(h, f"{prefix}{part}", n) for part, n in
                    (("q", c.num_q_heads), ("k", c.num_kv_heads), ("v", c.num_kv_heads)))  # fmt: skip
         q, k = _rotated(q, rotary).to(v.dtype), _rotated(k, rotary).to(v.dtype)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=c.num_kv_heads != c.num_q_heads)
-        flat = out.transpose(1, 2).reshape(*x.shape[:2], -1)
+        flat = attend(prefix, q, k, v).transpose(1, 2).reshape(*h.shape[:2], -1)
         return F.linear(flat, self.tensors[f"{prefix}o_proj.weight"])
 
     def _heads(self, h: Tensor, name: str, count: int) -> Tensor:
@@ -86,11 +96,16 @@ class Network:
         out = F.linear(h, self.tensors[f"{name}_proj.weight"], self.tensors.get(f"{name}_proj.bias"))
         heads = out.view(*h.shape[:2], count, self.config.head_dim)
         norm = f"{name}_norm.weight"
-        return (self._norm(heads, norm) if norm in self.tensors else heads).transpose(1, 2)
+        return (self.norm(heads, norm) if norm in self.tensors else heads).transpose(1, 2)
 
     def _mlp(self, h: Tensor, prefix: str) -> Tensor:
         gate, up = (F.linear(h, self.tensors[f"{prefix}{part}_proj.weight"]) for part in ("gate", "up"))
         return F.linear(F.silu(gate) * up, self.tensors[f"{prefix}down_proj.weight"])
+
+
+def causal(prefix: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`Attend` of a text: every row sees those before it."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
 
 
 def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -109,16 +124,21 @@ def check_layers(num_layers: int, config: ModelConfig) -> None:
         raise ConfigError("the target is a mixture of experts, and drafts are trained for dense models; try another")
 
 
-def first_draft(target: Network, num_layers: int, to_target: Tensor) -> Network:
-    """An untrained draft, float32: the target's first layers, and the vocabulary's rows of its head."""
+def first_draft(target: Network, num_layers: int, to_target: Tensor, first: int = 0) -> Network:
+    """An untrained draft, float32: layers of the target from `first` on, and the vocabulary's rows of its head."""
     c = target.config
     config = replace(c, num_layers=num_layers, vocab_size=to_target.shape[0], tie_word_embeddings=False)
     rows = to_target.to(target.head.device)
     tensors = {NORM: target.tensors[NORM], HEAD: target.head[rows]}
     for layer in range(num_layers):
-        tensors |= {n: t for n, t in target.tensors.items() if n.startswith(f"model.layers.{layer}.")}
-    own = {name: value.detach().float().clone().requires_grad_() for name, value in tensors.items()}
-    return Network(config, own)
+        prefix, own = f"model.layers.{first + layer}.", f"model.layers.{layer}."
+        tensors |= {own + n.removeprefix(prefix): t for n, t in target.tensors.items() if n.startswith(prefix)}
+    return Network(config, {name: learnable(value) for name, value in tensors.items()})
+
+
+def learnable(value: Tensor) -> Tensor:
+    """A copy that learns, float32."""
+    return value.detach().float().clone().requires_grad_()
 
 
 class Teacher:
@@ -137,34 +157,39 @@ class Teacher:
         return F.embedding(token_ids, self.network.tensors[EMBEDDING])
 
     @torch.no_grad()
-    def log_probabilities(self, x: Tensor, places: Tensor) -> Tensor:
-        """Of the draft's tokens among all tokens of the target: [N, Vd] float32 for the N true `places` of [B, T]."""
-        return self._by_rows(x, places, self._log_probabilities)
+    def states(self, x: Tensor) -> Tensor:
+        """The target's states before its final norm: embedded rows [B, T, hidden] -> [B, T, hidden]."""
+        return self.network.states(x)
 
     @torch.no_grad()
-    def fit_head(self, draft: Network, batches: Iterable[Rows]) -> None:
+    def log_probabilities(self, states: Tensor) -> Tensor:
+        """Of the draft's tokens among all tokens of the target, from its states [N, hidden]: [N, Vd] float32."""
+        return self._by_rows(states, lambda logits: logits[:, self.to_target] - logits.logsumexp(dim=1, keepdim=True))
+
+    @torch.no_grad()
+    def fit_head(self, draft: Network, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Give an untrained draft the head that makes the best of its states: those of the target, as far as a linear
-        map finds them there (least squares, ridge), under the target's own head."""
-        width = draft.config.hidden_size
-        own = torch.zeros(width, width, dtype=torch.float64, device=self.to_target.device)
-        shared = torch.zeros_like(own)
-        for rows in batches:
-            x = self.embed(rows.token_ids)
-            states = draft.hidden(x.float())[rows.learned].double()
-            own += states.T @ states
-            shared += states.T @ self.network.hidden(x)[rows.learned].double()
-        own.diagonal().add_(RIDGE * own.diagonal().mean())
-        to_states = torch.linalg.solve(own, shared)  # [hidden, hidden]: states @ to_states are the target's
+        map finds them there, under the target's own head. `pairs`: both after their final norms, [N, hidden]."""
+        to_states = least_squares(pairs)  # [hidden, hidden]: states @ to_states are the target's
         draft.tensors[HEAD].copy_(self.network.head[self.to_target].double() @ to_states.T)
 
     @torch.no_grad()
     def best(self, x: Tensor, places: Tensor) -> Tensor:
-        """The target's most likely tokens, [N] int64."""
-        return self._by_rows(x, places, lambda logits: logits.argmax(dim=1))
+        """The target's most likely tokens at the N true `places` of [B, T]: [N] int64."""
+        return self._by_rows(self.states(x)[places], lambda logits: logits.argmax(dim=1))
 
-    def _log_probabilities(self, logits: Tensor) -> Tensor:
-        return logits[:, self.to_target] - logits.logsumexp(dim=1, keepdim=True)
-
-    def _by_rows(self, x: Tensor, places: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
-        rows = self.network.hidden(x)[places]
+    def _by_rows(self, states: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
+        rows = self.network.norm(states, NORM)
         return torch.cat([of(F.linear(part, self.network.head).float()) for part in rows.split(ROWS_AT_ONCE)])
+
+
+def least_squares(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """The matrix [K, N], float64, by which rows [R, K] become rows [R, N] best (ridge)."""
+    own: Tensor | float = 0.0
+    shared: Tensor | float = 0.0
+    for given, wanted in pairs:
+        rows = given.double()
+        own, shared = own + rows.T @ rows, shared + rows.T @ wanted.double()
+    assert isinstance(own, Tensor) and isinstance(shared, Tensor), "no rows"
+    own.diagonal().add_(RIDGE * own.diagonal().mean())
+    return torch.linalg.solve(own, shared)

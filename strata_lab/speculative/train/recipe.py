@@ -7,6 +7,7 @@ and the state of the training. `resume` goes on from there.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,13 +15,16 @@ from typing import Any
 
 import torch
 
+from strata_lab.models.draft_part import FEATURES, TOKENS
 from strata_lab.models.loader import open_model
 from strata_lab.settings import ConfigError
 from strata_lab.speculative.traffic import Text, TrafficFile, read_texts
 from strata_lab.speculative.train.export import write_draft
+from strata_lab.speculative.train.features import FeatureLesson
+from strata_lab.speculative.train.lessons import Lesson, TokenLesson
 from strata_lab.speculative.train.making import make_texts
 from strata_lab.speculative.train.measure import Acceptance, HeldOut
-from strata_lab.speculative.train.network import Teacher, check_layers, first_draft, read_network
+from strata_lab.speculative.train.network import Teacher, check_layers, read_network
 from strata_lab.speculative.train.prompts import own_texts, prompts, read_seeds
 from strata_lab.speculative.train.settings import Recipe
 from strata_lab.speculative.train.texts import batches, split
@@ -28,6 +32,7 @@ from strata_lab.speculative.train.training import Course, Progress, Schedule, Tr
 from strata_lab.speculative.train.vocabulary import check_count, coverage, most_used
 from strata_lab.telemetry import hardware
 
+LESSONS: dict[str, Callable[[Teacher], Lesson]] = {TOKENS: TokenLesson, FEATURES: FeatureLesson}
 TRAFFIC_SUFFIX = ".jsonl"
 STATE = "state.pt"
 STREAMS = {"cpu": 16, "cuda": 128}  # requests at the same time: what the steps are fastest with
@@ -80,17 +85,16 @@ def train_draft(recipe: Recipe, out: Path, *, resume: bool = False, progress: Pr
         to_target = most_used(learned, recipe.vocab, config.vocab_size, ends)
         progress("reading the target", 0.0)
         network = read_network(checkpoint, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-        teacher = Teacher(network, to_target.to(device))
-        draft = first_draft(network, recipe.layers, to_target)
+        lesson = LESSONS[recipe.kind](Teacher(network, to_target.to(device)))
         first = islice(batches(learned, schedule.batch_tokens, schedule.most_tokens, schedule.seed), FIT_BATCHES)
-        teacher.fit_head(draft, (rows.to(device) for rows in first))
+        draft = lesson.first(recipe.num_layers, (rows.to(device) for rows in first))
         progress("asking the target about the texts kept for measuring", 0.0)
-        held_out = HeldOut(teacher, held, schedule.most_tokens, device)
-        training = Training(teacher, draft, learned, held_out, schedule, work / STATE)
+        held_out = HeldOut(lesson, held, schedule.most_tokens, device)
+        training = Training(lesson, draft, learned, held_out, schedule, work / STATE)
         course = training.run(progress)
         before, after = course.measured[0][1], course.measured[-1][1]
         facts = _facts(recipe, learned, coverage(held, to_target), course)
-        nbytes = write_draft(out, draft, to_target, checkpoint, recipe.weights, facts)
+        nbytes = write_draft(out, draft, to_target, checkpoint, recipe.weights, recipe.kind, facts)
     finally:
         checkpoint.close()
     shutil.rmtree(work)
@@ -171,7 +175,7 @@ def _check(recipe: Recipe) -> None:
         raise ConfigError(f"data={missing[0]!r} is no file; give texts (UTF-8) or recorded traffic ({TRAFFIC_SUFFIX})")
     checkpoint = open_model(recipe.target)
     try:
-        check_layers(recipe.layers, checkpoint.config)
+        check_layers(recipe.num_layers, checkpoint.config)
     finally:
         checkpoint.close()
 

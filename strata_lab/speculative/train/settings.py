@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strata_lab.config import DEFAULT_MODEL
+from strata_lab.models.draft_part import FEATURES, KINDS, TOKENS
 from strata_lab.settings import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
+LAYERS = {TOKENS: 2, FEATURES: 1}  # a draft that sees the target's states needs few of its own
 STORED = ("int8", "bf16")  # formats of a draft's matrices on disk
 
 
@@ -19,7 +21,8 @@ class Recipe:
     Attributes:
         target: the model to guess for: a known name, a .gguf file or a model folder.
         data: files: recorded traffic (.jsonl) to learn from, texts (UTF-8) whose pieces the target continues.
-        layers: of the draft.
+        kind: "tokens", or "features": a draft that sees the target's hidden states as well.
+        layers: of the draft; 0 takes what suits the kind.
         vocab: tokens that it can say, a multiple of 16.
         make_tokens: tokens that the target writes to learn from, beside recorded traffic; 0 makes none.
         make_seconds: seconds that it may take for them.
@@ -35,7 +38,8 @@ class Recipe:
 
     target: str = DEFAULT_MODEL
     data: tuple[Path, ...] = ()
-    layers: int = 2
+    kind: str = TOKENS
+    layers: int = 0
     vocab: int = 8192
     make_tokens: int = 1_000_000
     make_seconds: float = 3600.0
@@ -55,8 +59,13 @@ class Recipe:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}; try {example}")
         if not self.make_seconds > 0:
             raise ConfigError(f"make_seconds={self.make_seconds} must be above 0; try 600")
-        for name, allowed in (("device", DEVICES), ("weights", STORED)):
+        for name, allowed in (("kind", KINDS), ("device", DEVICES), ("weights", STORED)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}; try {allowed[0]!r}"
                 )
+
+    @property
+    def num_layers(self) -> int:
+        """Of the draft."""
+        return self.layers or LAYERS[self.kind]

@@ -16,18 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from strata_lab.settings import ConfigError
 from strata_lab.speculative.traffic import Text
+from strata_lab.speculative.train.lessons import Lesson
 from strata_lab.speculative.train.measure import Acceptance, HeldOut
-from strata_lab.speculative.train.network import Network, Teacher
+from strata_lab.speculative.train.network import Network
 from strata_lab.speculative.train.texts import Rows, batches
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.01, 1.0
 WARM_UP = 0.04  # of the training
-BEST_SHARE = 0.25  # of what is learned: the target's most likely token, beside its whole distribution
 MEASUREMENTS = 8  # of acceptance on the way
 SAVE_EVERY_S = 60.0
 LOSS_FADE = 0.95
@@ -86,7 +84,7 @@ class Training:
     """One draft being trained.
 
     Args:
-        teacher: the target.
+        lesson: what is learned, and the target.
         draft: changed in place.
         texts: to learn from.
         held_out: to measure with.
@@ -96,14 +94,14 @@ class Training:
 
     def __init__(
         self,
-        teacher: Teacher,
+        lesson: Lesson,
         draft: Network,
         texts: Sequence[Text],
         held_out: HeldOut,
         schedule: Schedule,
         state: Path,
     ) -> None:
-        self.teacher, self.draft, self.texts = teacher, draft, texts
+        self.lesson, self.draft, self.texts = lesson, draft, texts
         self.held_out, self.schedule, self._state = held_out, schedule, state
         self.course = Course()
         self.device = draft.head.device
@@ -148,18 +146,14 @@ class Training:
     def _learn(self, rows: Rows, done: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = self.schedule.learning_rate * rate(done)
-        x = self.teacher.embed(rows.token_ids)
-        wanted = self.teacher.log_probabilities(x, rows.learned)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            logits = F.linear(self.draft.hidden(x.float())[rows.learned], self.draft.head)
-        loss = distillation_loss(logits.float(), wanted)
+        loss, places = self.lesson.loss(self.draft, rows, self.course.step)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(list(self.draft.tensors.values()), CLIP)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         course, value = self.course, loss.item()  # SYNC: a number for people
         course.step += 1
-        course.tokens += wanted.shape[0]
+        course.tokens += places
         course.loss = value if course.loss is None else LOSS_FADE * course.loss + (1 - LOSS_FADE) * value
 
     def _measure(self) -> None:
@@ -194,8 +188,9 @@ class Training:
         """What a training is determined by, except its length."""
         lasts = ("steps", "seconds")
         how = {name: value for name, value in asdict(self.schedule).items() if name not in lasts}
+        c = self.draft.config
         return how | {
-            "layers": self.draft.config.num_layers, "vocab": self.draft.config.vocab_size, "texts": len(self.texts),
+            "kind": self.lesson.kind, "layers": c.num_layers, "vocab": c.vocab_size, "texts": len(self.texts),
         }  # fmt: skip
 
 
@@ -208,18 +203,3 @@ def rate(done: float) -> float:
     if done < WARM_UP:
         return (done + WARM_UP / 20) / (WARM_UP + WARM_UP / 20)  # the very first step learns something too
     return 0.5 * (1 + math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP)))
-
-
-def distillation_loss(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Divergence of the draft from what it is to say, nats, mean over places; 0 at best.
-
-    Args:
-        logits: of the draft, [N, Vd] float32.
-        wanted: log probabilities of the target for these tokens, [N, Vd]; what it gives to others is missing, so places
-            where it wants to say something else count less.
-    """
-    probabilities = wanted.exp()
-    best = torch.zeros_like(wanted).scatter_(1, wanted.argmax(dim=1, keepdim=True), 1.0)
-    weight = (1 - BEST_SHARE) * probabilities + BEST_SHARE * best * probabilities.sum(dim=1, keepdim=True)
-    entropy = torch.special.entr(weight).sum(dim=1) - torch.special.entr(weight.sum(dim=1))
-    return (-(weight * F.log_softmax(logits, dim=1)).sum(dim=1) - entropy).mean()

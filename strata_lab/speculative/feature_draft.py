@@ -1,0 +1,148 @@
+"""A draft that goes on from the target's hidden states, on the host's side: `DraftModel` with states beside the tokens.
+
+Whatever steps the target runs hand over their states (`hear`); what has not been taken in waits here, so many tokens of
+each request. Guesses behind the first go on from the draft's own states. When the target has verified them, their rows
+are computed again from its states. A row whose state nobody handed over (found in the prefix cache, computed by a step
+that is queued ahead) is made of the token alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from strata_lab.batch import ScheduledBatch
+from strata_lab.block_manager import BlockManager
+from strata_lab.request import Request
+from strata_lab.runner import Slice, StepInputs, StepResult
+from strata_lab.speculative.draft_model import DraftModel, Follower
+from strata_lab.speculative.feature_step import FeatureStep
+
+MOST_STATES = 2048  # tokens of a request whose states wait; of a longer text the older ones are forgotten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StatedSlice(Slice):
+    """A slice with the states before its tokens, [len(token_ids), hidden]."""
+
+    states: Tensor
+    request: Request
+
+
+class States:
+    """States of one text that have been handed over: stretches of it, in any order, the newest last."""
+
+    def __init__(self) -> None:
+        self._stretches: list[tuple[int, Tensor]] = []
+
+    def add(self, start: int, states: Tensor) -> None:
+        """States of the positions from `start` on, [T, hidden]."""
+        self._stretches.append((start, states))
+        while len(self._stretches) > 1 and sum(len(s) for _, s in self._stretches) > MOST_STATES:
+            del self._stretches[0]
+
+    def put(self, rows: Tensor, start: int) -> None:
+        """Write those of the positions from `start` on into `rows` [T, hidden], where there are any."""
+        for first, states in self._stretches:
+            begin, end = max(first, start), min(first + len(states), start + len(rows))
+            if begin < end:
+                rows[begin - start : end - start] = states[begin - first : end - first]
+
+    def forget(self, end: int) -> None:
+        """Let go of stretches that lie before `end`."""
+        self._stretches = [(first, states) for first, states in self._stretches if first + len(states) > end]
+
+
+class FeatureDraft(DraftModel):
+    """`Drafter` by a model that sees the target's states.
+
+    Args:
+        step: of the draft.
+        blocks, device, name, to_target, vocab_size: as of `DraftModel`.
+
+    Attributes:
+        features: the step.
+        own: the draft's state behind the last token of each request that it computed last, [hidden]; the next guess is
+            made of it.
+    """
+
+    def __init__(
+        self, step: FeatureStep, blocks: BlockManager, device: torch.device, name: str, to_target: Tensor,
+        vocab_size: int,
+    ) -> None:  # fmt: skip
+        super().__init__(step.eager, blocks, device, name, to_target, vocab_size)
+        self.features = step
+        self.own: dict[Request, Tensor] = {}
+        self._heard: dict[Request, States] = {}
+
+    def hear(self, batch: ScheduledBatch, result: StepResult) -> None:
+        """Keep what a step of the target tells of its requests; guesses that did not come true are left out."""
+        if result.states is None:
+            return
+        counts = iter(result.tokens.counts or ())
+        first = 0
+        for item in batch.items:
+            kept = item.num_tokens - len(item.drafts)
+            if item.samples and result.tokens.counts is not None:
+                kept += next(counts) - 1
+            states = result.states[first : first + kept].clone()  # the step's memory is written again
+            self._heard.setdefault(item.request, States()).add(item.start, states)
+            first += item.num_tokens
+        for request in [r for r in self._heard if r.finished]:
+            self.forget(request)
+
+    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
+        """Guesses, one after the other; their rows are to be computed again from the target's states."""
+        drafts = super().draft(requests, counts)
+        for request in requests:
+            del self._followers[request].computed[request.num_tokens :]
+            self._heard[request].forget(request.num_tokens - 2)
+        return drafts
+
+    def fly(self, request: Request, num_tokens: int) -> list[int] | None:
+        """As of `DraftModel`; `own` has the state from which the device makes its first guess."""
+        follower = self._followers.get(request)
+        if follower is None or not self.blocks.can_grow(request.request_id, num_tokens + 1):
+            return None
+        if not follower.flying:
+            start = follower.shared(request.token_ids)
+            if start < request.num_tokens - 2:
+                return None
+            self._run([self._slice(request, follower, request.token_ids[start:], start, 1)])
+        follower.flying = True
+        return self.blocks.grow(request.request_id, num_tokens + 1)  # what is accepted is computed at once
+
+    def land(self, request: Request) -> None:
+        """As of `DraftModel`; all but the last token, behind which the device's state is not known, is in the cache."""
+        if (follower := self._followers.get(request)) is not None and follower.flying:
+            follower.flying, follower.computed = False, request.token_ids[: request.num_tokens - 1]
+
+    def forget(self, request: Request) -> None:
+        """Free its blocks, and drop its states."""
+        super().forget(request)
+        self._heard.pop(request, None)
+        self.own.pop(request, None)
+
+    def _slice(self, request: Request, follower: Follower, token_ids: list[int], start: int, num_rows: int) -> Slice:
+        plain = super()._slice(request, follower, token_ids, start, num_rows)
+        states = self.features.no_states(len(token_ids))
+        self._heard.setdefault(request, States()).put(states, start - 1)
+        if start >= request.num_tokens:  # behind a guess
+            states[0] = self.own[request]
+        return _StatedSlice(
+            plain.token_ids, plain.start, plain.block_table, plain.num_rows, states=states, request=request
+        )
+
+    @torch.inference_mode()
+    def _run(self, slices: Sequence[Slice]) -> Tensor:
+        stated = [part for part in slices if isinstance(part, _StatedSlice)]
+        assert len(stated) == len(slices)
+        inputs = StepInputs.gather(slices, self.blocks.block_size, self.device)
+        hidden = self.features.hidden(inputs, torch.cat([part.states for part in stated]))
+        ends = inputs.cu_seqlens_q[1:].long() - 1
+        for part, state in zip(stated, hidden[ends], strict=True):
+            self.own[part.request] = state
+        return self.features.model.logits(hidden[inputs.sample_rows])

@@ -1,0 +1,186 @@
+"""A draft that sees the target's states: it is taught as it is used, guesses in the engine, and changes no text."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strata_lab.engine import LLMEngine
+from strata_lab.models.draft_part import FEATURES
+from strata_lab.models.loader import open_checkpoint
+from strata_lab.sampling_params import SamplingParams
+from strata_lab.settings import ConfigError
+from strata_lab.speculative.feature_draft import MOST_STATES, FeatureDraft, States
+from strata_lab.speculative.traffic import Text
+from strata_lab.speculative.train.features import (
+    FeatureLesson,
+    FeatureNetwork,
+    WindowAttention,
+    before,
+    behind,
+    window_runs,
+)
+from strata_lab.speculative.train.measure import HeldOut
+from strata_lab.speculative.train.network import Teacher, read_network
+from strata_lab.speculative.train.recipe import Trained, train_draft
+from strata_lab.speculative.train.settings import Recipe
+from strata_lab.speculative.train.texts import Rows
+from tests.checkpoints import VOCAB, write_checkpoint
+
+CPU = torch.device("cpu")
+RECIPE = Recipe(
+    kind=FEATURES, vocab=160, make_tokens=2000, output_tokens=24, streams=16, steps=20, batch_tokens=512, device="cpu",
+    learning_rate=3e-3,
+)  # fmt: skip
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=5, max_tokens=20, ignore_eos=True, top_k=30),
+    SamplingParams(temperature=1.0, seed=6, max_tokens=17, ignore_eos=True, repetition_penalty=1.2),
+    SamplingParams(temperature=0, max_tokens=21, ignore_eos=True, logprobs=2),
+]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("target"), "llama")[0]
+
+
+@pytest.fixture(scope="module")
+def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    recipe = dataclasses.replace(RECIPE, target=str(target))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("strata_lab.speculative.train.texts.HELD_OUT", 6)  # of few texts enough to measure with
+        return train_draft(recipe, tmp_path_factory.mktemp("drafts") / "tiny", progress=lambda task, fraction: None)
+
+
+def prompts(count: int = 4) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(9)
+    return [torch.randint(3, 300, (6 + 5 * (i % 4),), generator=generator).tolist() for i in range(count)]
+
+
+def always(engine: LLMEngine) -> FeatureDraft:
+    """Guess whether it pays or not."""
+    speculation: Any = engine._loop.parts.speculation
+    speculation.policy = None
+    assert isinstance(speculation.drafter, FeatureDraft)
+    return speculation.drafter
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def test_training_raises_acceptance_at_every_place_that_is_unrolled(trained: Trained) -> None:
+    assert trained.after.by_position[0] > trained.before.by_position[0] + 0.03
+    assert trained.after.tokens_per_step[2] > trained.before.tokens_per_step[2] + 0.05
+    assert trained.course.loss is not None
+
+
+def test_rows_of_a_later_place_see_what_a_guess_sees_in_use(target: Path) -> None:
+    """The s-th guess of a window, computed alone: true rows up to the window, then own ones, one behind the other."""
+    network = read_network(open_checkpoint(str(target)), CPU, torch.float32)
+    lesson = FeatureLesson(Teacher(network, torch.arange(VOCAB)))
+    draft = lesson.first(2, [Rows.of([Text((5, 6), tuple(range(7, 60)), 0.0)], 64)])
+    ids = torch.randint(3, 300, (1, 9), generator=torch.Generator().manual_seed(2))
+    x = lesson.teacher.embed(ids)
+    states = lesson.teacher.states(x)
+    with torch.no_grad():
+        places = list(islice(draft.places(x, states), 4))
+        for begin in (2, 4):
+            given = before(states)[:, : begin + 1]
+            for place in range(4):  # an ordinary causal pass over the text as far as this guess knows it
+                rows = draft.rows(x[:, : begin + 1 + place], given)
+                own = draft.states(rows)[:, -1:]
+                torch.testing.assert_close(places[place][:, begin + place, None], own, atol=1e-5, rtol=1e-4)
+                given = torch.cat([given, own], dim=1)
+
+
+def test_a_guess_is_learned_where_its_window_began_in_the_output() -> None:
+    learned = torch.tensor([[False, True, True, True, False]])
+    assert behind(learned, 0).tolist() == learned.tolist()
+    assert behind(learned, 2).tolist() == [[False, False, False, True, False]]
+
+
+def test_runs_follow_the_windows_places_to_the_end_of_the_text() -> None:
+    yes, no = True, False
+    assert window_runs([[yes, yes, no], [no, yes, yes]]) == [2, 2, 0]
+    assert window_runs([[yes, yes, yes], [yes, yes, no]]) == [2, 1, 1]
+
+
+def test_window_attention_starts_as_plain_attention() -> None:
+    q, k, v = torch.randn(3, 1, 4, 5, 8).unbind()
+    keys, values = (part[:, :2].repeat_interleave(2, 1) for part in (k, v))
+    plain = torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True)
+    torch.testing.assert_close(WindowAttention()("layer", q, k[:, :2], v[:, :2]), plain)
+
+
+# -- guessing ---------------------------------------------------------------------------------------------------------
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "captured": {},
+    "eager": {"cuda_graph": False},
+    "few-blocks": {"block_size": 8, "num_kv_blocks": 7, "max_model_len": 56},
+    "small-budget": {"max_num_batched_tokens": 7, "pd_split": True},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_texts_are_those_without_guesses(setting: str, trained: Trained, target: Path) -> None:
+    options = {"device": "cpu", "max_model_len": 128} | SETTINGS[setting]
+    with LLMEngine(target, draft_model=str(trained.folder), **options) as engine:
+        plain = [engine.generate([p], s)[0] for p, s in zip(prompts(), PARAMS, strict=True)]
+        assert engine.apply(speculative="draft", num_draft_tokens=3).ok
+        drafter = always(engine)
+        for _ in range(2):  # the second time prompts lie in the prefix cache, and nobody computes their states
+            assert [o.token_ids for o in engine.generate(prompts(), PARAMS)] == [o.token_ids for o in plain]
+        stats = engine.stats()
+        assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
+        if setting == "few-blocks":
+            assert stats.num_preemptions > 0
+        engine.generate([[1, 2, 3]], PARAMS[0])
+        assert len(drafter._heard) <= 1 and len(drafter.own) <= 1, "states of ended requests are dropped"
+
+
+def test_the_engine_guesses_what_the_trainer_reckons(trained: Trained, target: Path) -> None:
+    """Rows of steps, with a cache and states handed over, against whole texts in plain torch."""
+    with LLMEngine(target, device="cpu", draft_model=str(trained.folder), speculative="draft", num_draft_tokens=3) as e:
+        always(e)
+        outputs = e.generate(prompts(12), PARAMS[0])
+        stats = e.stats()
+    draft = open_checkpoint(str(trained.folder))
+    plain = read_network(draft, CPU, torch.float32)
+    teacher = Teacher(
+        read_network(open_checkpoint(str(target)), CPU, torch.float32), torch.tensor(draft.draft.to_target)
+    )
+    texts = [Text(o.prompt_token_ids, o.token_ids, 0.0) for o in outputs]
+    measured = HeldOut(FeatureLesson(teacher), texts, 256, CPU).measure(FeatureNetwork(plain.config, plain.tensors))
+    windows = stats.drafted_by_position[0]
+    assert windows > 80
+    assert 1 + stats.num_accepted_tokens / windows == pytest.approx(measured.tokens_per_step[2], rel=0.06)
+
+
+def test_a_draft_for_another_target_of_the_same_width_is_refused(trained: Trained, tmp_path: Path) -> None:
+    other, _ = write_checkpoint(tmp_path / "other", "llama", seed=7)
+    with pytest.raises(ConfigError, match="sees the states"):
+        LLMEngine(other, device="cpu", draft_model=str(trained.folder), speculative="draft")
+
+
+def test_states_are_found_again_and_old_ones_are_let_go() -> None:
+    states = States()
+    states.add(0, torch.ones(4, 2))
+    states.add(6, torch.full((3, 2), 2.0))
+    rows = torch.zeros(9, 2)
+    states.put(rows, -1)
+    assert rows[:, 0].tolist() == [0, 1, 1, 1, 1, 0, 0, 2, 2]
+    states.forget(4)
+    rows.zero_()
+    states.put(rows, 0)
+    assert rows[:, 0].tolist() == [0, 0, 0, 0, 0, 0, 2, 2, 2]
+    states.add(9, torch.full((MOST_STATES, 2), 3.0))
+    rows.zero_()
+    states.put(rows, 4)
+    assert rows[:, 0].tolist() == [0, 0, 0, 0, 0, 3, 3, 3, 3], "so many tokens are kept, the newest"
