@@ -35,7 +35,7 @@ MARGINS = {"cpu": 1e-4, "cuda": 0.05}  # how far apart the best two tokens must 
 # Numbers that keep the pool full; every other lossless toggle takes each of its values.
 NUMBERS: dict[str, Sequence[Any]] = {
     "max_num_seqs": (40, 48, 64), "max_num_batched_tokens": (128, 256, 512), "max_passes": (0, 4),
-    "num_draft_tokens": (2, 5), "watermark": (0.0, 0.01), "watermark_high": (0.0, 0.03),
+    "num_draft_tokens": (2, 5), "watermark": (0.0, 0.005), "watermark_high": (0.0, 0.02),
 }  # fmt: skip
 LEFT_ALONE = {
     "max_waiting", "max_waiting_tokens", "max_model_len", "gpu_memory_utilization", "thermal_governor",

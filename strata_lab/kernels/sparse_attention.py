@@ -141,7 +141,7 @@ def _cases() -> Iterator[Case]:
     yield case("decode-ragged", [(1, 1), (1, 0), (1, 65), (1, 330)], [0, 0, 7, 300], (6, 3, 64), 5)
     yield case("all-pages", [(1, 100), (1, 129)], [0, 0], (2, 2, 80), 9)
     yield case("prompt-of-one-token", [(1, 200), (1, 200)], [200, 199], (4, 1, 32), 6, block_size=8)
-    yield case("mixed", [(1, 90), (6, 6), (5, 93), (2, 70)], [50, 6, 90, 9], (4, 2, 32), 5, block_size=8)
+    yield case("mixed", [(1, 60), (3, 3), (4, 63), (1, 50)], [50, 3, 61, 9], (4, 2, 16), 5, block_size=8)
     yield case("wide-blocks", [(2, 201)], [30], (3, 1, 80), 4, block_size=32)
     narrow: dict[str, Any] = {"block_size": 8, "scales": (0.02, 0.03)}
     yield case("bfloat16", [(1, 70), (3, 60)], [1, 58], (4, 2, 64), 4, kv_dtype=torch.bfloat16, **narrow)
