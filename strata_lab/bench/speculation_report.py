@@ -77,7 +77,7 @@ def interval_text(record: Rec) -> str:
 
 
 def intervals(record: Rec) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Where the net speed lies, and that of the median pair; of a record that was not made in turns, its runs' range."""
+    """Where the net speed lies, and that of the median pair; of a record not made in turns, its runs' range."""
     spread, metrics = record["spread"], record["metrics"]
     runs = spread["min"], spread["max"]
     return metrics.get("net_interval", runs), metrics.get("net_of_median_pair_interval", runs)
