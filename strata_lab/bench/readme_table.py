@@ -225,8 +225,8 @@ def speculation_table(records: Sequence[Rec]) -> str:
     c = next(iter(by_workload(records).values()))[batches[0]]["conditions"]
     note = (
         f"{c['model']}, {c['drafter']} drafts, up to {c['num_draft_tokens']} per step as the policy sees fit; tokens "
-        "per second over those of the same texts without drafts, both in turns in one engine, so many together. Behind "
-        "a place that is named: where its figure lies with 95%."
+        "per second over those of the same texts without drafts, so many together. Behind a place that is named: where "
+        "its figure lies with 95%, or the range of its runs where both sides did not take turns yet."
     )
     bars = "\n".join(f"- {line}" for line in verdict_lines(records))
     return "\n".join([note, "", *lines, "", bars, "", caption(records[0])])

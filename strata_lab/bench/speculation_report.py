@@ -72,8 +72,15 @@ def _cell(record: Rec | None) -> str:
 
 def interval_text(record: Rec) -> str:
     """Where the net speed lies."""
-    low, high = record["metrics"]["net_interval"]
+    low, high = intervals(record)[0]
     return f"{low:.2f} to {high:.2f}"
+
+
+def intervals(record: Rec) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Where the net speed lies, and that of the median pair; of a record not made in turns, its runs' range."""
+    spread, metrics = record["spread"], record["metrics"]
+    runs = spread["min"], spread["max"]
+    return metrics.get("net_interval", runs), metrics.get("net_of_median_pair_interval", runs)
 
 
 def against_floor(record: Rec) -> str:
@@ -81,8 +88,7 @@ def against_floor(record: Rec) -> str:
 
     Both count: all tokens over all time, and the median pair, of which a few long disturbances are no part.
     """
-    m = record["metrics"]
-    both = m["net_interval"], m["net_of_median_pair_interval"]
+    both = intervals(record)
     if any(high < FLOOR for _, high in both):
         return "missed"
     return "reached" if all(low >= FLOOR for low, _ in both) else "undecided"
