@@ -163,7 +163,8 @@ def model_drafter(
     if not sees:
         return _timed(DraftModel(runner.step, *rest), plain)
     assert isinstance(runner.step, EagerStep)
-    step = FeatureStep(runner.step, RowWeights.read(builder.reader(parts.optimizations.weight_format)))
+    layers_format = parts.weights.layers[0].attention.qkv.format
+    step = FeatureStep(runner.step, RowWeights.read(builder.reader(layers_format)))
     return _timed(FeatureDraft(step, *rest), lambda: step.model.logits(step.hidden(inputs, step.no_states(1))))
 
 
