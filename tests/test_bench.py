@@ -472,7 +472,10 @@ def test_what_a_machine_cannot_do_is_a_record_without_figures(generous: None) ->
 
 
 def test_what_has_no_effect_in_either_direction_is_said_and_the_climb_goes_on(generous: None) -> None:
-    found = by_stage(climb(Stub(speed, idle="cuda_graph")))
+    records = climb(Stub(speed, idle="cuda_graph"))
+    assert [r["conditions"]["stage"] for r in records[:3]] == ["baseline", "cuda_graph=on", "fused_kernels=on"]
+    assert "<b>100</b> to <b>231 tok/s</b>" in html_page(records), "1.1, int8's 2 and fp8 keys' 1.05"
+    found = by_stage(records)
     idle = found["single stream", "cuda_graph=on"]
     assert (idle["metrics"], idle["note"]) == ({}, "No effect here: nothing to capture with")
     assert found["single stream", "fused_kernels=on"]["metrics"]["speedup_vs_before"] == pytest.approx(1.1)

@@ -39,7 +39,7 @@ from strata_lab.bench.climb_plan import (
     plan,
     pool_blocks,
 )
-from strata_lab.bench.climb_records import BASELINE, EVERYTHING, Measured, Records, Unfinished, line, median
+from strata_lab.bench.climb_records import BASELINE, EVERYTHING, Measured, Records, Unfinished, median
 from strata_lab.bench.harness import Record, a_b_a, wait_until_quiet, write_results
 from strata_lab.bench.measure import Run, run
 from strata_lab.bench.workloads import ARTICLE_WORKLOADS, Workload
@@ -131,7 +131,8 @@ class Climb:
         if previous is None:
             second = any(m.series != series for m in self.done)
             a.name, a.note = BASELINE, "the single-stream end of it" if second else "everything off"
-            self.done.append(a)
+            place = next((i for i, m in enumerate(self.done) if m.series == series), len(self.done))
+            self.done.insert(place, a)  # before stages that had no effect
         else:
             previous.runs += a.runs
         b.kept = max(figure(r, series) for r in b.runs) >= min(figure(r, series) for r in a.runs)
@@ -294,8 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     path = write_results(options.results.stem, records, options.results.parent)
     kept.end()
-    for record in records[kept.told :]:
-        _say(line(record))
+    kept.tell(records)
     if options.html is not None:
         from strata_lab.bench.climb_report import html_page
 

@@ -151,21 +151,25 @@ class Unfinished:
         results: file of the whole climb; until it is there, what there is stands in `<name>.unfinished.json` beside it,
             and every record's conditions say so.
         say: called with a line for each new record.
-
-    Attributes:
-        told: records that it was called with.
     """
 
     def __init__(self, results: Path, say: Callable[[str], object]) -> None:
-        self.path, self.say, self.told = results.with_suffix(".unfinished.json"), say, 0
+        self.path, self.say = results.with_suffix(".unfinished.json"), say
+        self._told: set[tuple[str, str]] = set()
 
     def __call__(self, records: Sequence[Record]) -> None:
         """Tell what is new, keep everything."""
-        for record in records[self.told :]:
-            self.say(line(record))
-        self.told = len(records)
+        self.tell(records)
         marked = [replace(r, conditions={**r.conditions, "unfinished": True}) for r in records]
         write_results(self.path.stem, marked, self.path.parent)
+
+    def tell(self, records: Sequence[Record]) -> None:
+        """A line for each stage that was not told yet."""
+        for record in records:
+            stage = record.conditions["series"], record.conditions["stage"]
+            if stage not in self._told:
+                self._told.add(stage)
+                self.say(line(record))
 
     def end(self) -> None:
         """The whole climb has its file."""
