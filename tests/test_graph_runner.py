@@ -90,7 +90,8 @@ class Fixed:
 
         def replay() -> None:
             self.count += 1
-            result.copy_(work())
+            for tensor, again in zip(result, work(), strict=True):
+                tensor.copy_(again)
 
         return replay, result
 
@@ -109,8 +110,9 @@ def test_rows_that_stand_as_requests_get_the_logits_of_their_windows(engine, fus
                 for i, (count, start) in enumerate(windows)
             ]
             inputs = StepInputs.gather(parts, size, engine.device)
-            expected = eager(inputs).clone()
+            expected, states = eager(inputs).clone(), eager.states.clone()
             torch.testing.assert_close(captured(inputs), expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(captured.states[: len(states)], states, rtol=1e-5, atol=1e-5)
             assert recorder.count == number + 1, "replayed"
     assert len(captured.windows._captures) == 3, "for 3, 6 and 8 rows"
 
@@ -120,6 +122,7 @@ def test_a_prompt_slice_of_one_token_samples_nothing(engine) -> None:
     inputs = decode_inputs(engine, 3, 2)
     with torch.inference_mode():
         every = step(inputs).clone()
+        torch.testing.assert_close(step.states, step.eager.hidden(inputs))
         some = step(dataclasses.replace(inputs, sample_rows=torch.tensor([0, 2])))
     assert torch.equal(some, every[[0, 2]])
 
