@@ -42,6 +42,8 @@ MODULES = (
     "follow_rows",
 )
 _ALIGNMENT = 16
+# (case, architecture) to bytes: swept on an H200 at a limit of registers that two programs to a multiprocessor need
+ACCEPTED_SPILLS = {("moe/block-bf16-8", 90): 8}
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ def main() -> None:
     options = parser.parse_args()
     bad = 0
     for r in reports(tuple(options.modules), tuple(options.arch), options.only):
-        wrong = r.spilled_bytes > 0 or r.shared_bytes > MAX_SHARED_BYTES
+        wrong = r.spilled_bytes > ACCEPTED_SPILLS.get((r.case, r.arch), 0) or r.shared_bytes > MAX_SHARED_BYTES
         bad += wrong
         line = f"{r.case:50} {r.kernel:28} sm_{r.arch:<4}{r.registers:4} regs {r.spilled_bytes:6} spilled "
         text = json.dumps(asdict(r)) if options.json else f"{line}{r.shared_bytes:7} shared{'  <-' if wrong else ''}"
