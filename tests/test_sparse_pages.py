@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strata_lab.block_manager import BlockManager
-from strata_lab.engine import LLMEngine
 from strata_lab.kernels import bind
 from strata_lab.kernels.sparse_attention import sparse_inputs
 from strata_lab.kv_retention import HOLE, TopPages
@@ -19,8 +18,8 @@ from strata_lab.prefix_cache import PrefixCache
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.settings import ConfigError
 from tests.checkpoints import write_checkpoint
+from tests.long_texts import GREEDY, engine, prompts, tokens
 
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 FEW: dict[str, Any] = {"sparse_pages": 4}  # of 8 tokens: 32 of up to 91
 
 
@@ -28,22 +27,6 @@ FEW: dict[str, Any] = {"sparse_pages": 4}  # of 8 tokens: 32 of up to 91
 def folder(tmp_path_factory):
     """A tiny Llama on disk."""
     return write_checkpoint(tmp_path_factory.mktemp("pages"), "llama")[0]
-
-
-def prompts(count: int = 4, shared: int = 0) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(8)
-    common = torch.randint(3, 300, (shared,), generator=generator).tolist()
-    return [common + torch.randint(3, 300, (30 + 7 * i,), generator=generator).tolist() for i in range(count)]
-
-
-def engine(folder, **options: Any) -> LLMEngine:
-    base: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 8, "max_model_len": 128}
-    return LLMEngine(folder, **base | options)
-
-
-def tokens(folder, texts: list[list[int]], **options: Any) -> list[tuple[int, ...]]:
-    with engine(folder, **options) as e:
-        return [o.token_ids for o in e.generate(texts, GREEDY)]
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,9 @@
 """What the open page costs: the engine's speed headless, with an unseen panel, and with the page in a browser.
 
 `python -m strata_lab.bench.page_cost` runs the same load by turns (A/B/A): the engine alone, with the pump and widgets
-but no page, and with every panel open in Chromium. The browser, the notebook server and the engine share the cores of
-one machine, so the second figure is what the workbench costs a kernel, and the third what a person sees who looks at it
-on the machine that computes. It also times switches while 8 streams run, and the way from `make lab` to a first token.
+but no page, with the page as it opens in Chromium, and with every panel open there. The browser, the notebook server and
+the engine share the cores of one machine, so the second figure is what the workbench costs a kernel, and the others what
+a person sees who looks at it on the machine that computes. It also times switches while 8 streams run, and the way from `make lab` to a first token.
 """
 
 from __future__ import annotations
@@ -71,13 +71,19 @@ def away(lab: LabPage, scratch: Path) -> dict[str, float]:
     return found
 
 
-def looked_at(lab: LabPage) -> float:
-    """Speed while the page with every panel is open."""
+def looked_at(lab: LabPage) -> dict[str, float]:
+    """Speeds while the page is open: as it opens, with its details folded, and with every panel."""
     lab.run_cell("wb = Workbench(engine)")
     lab.page.locator("[data-state=ready]").first.wait_for(timeout=PATIENCE_S * 1e3)
-    lab.page.locator(".strata-quality-chart canvas").first.wait_for(timeout=PATIENCE_S * 1e3)
-    code = f"print(page_kernel.speed_of(engine, lambda: wb.load({LOAD!r})))"
-    return float(lab.ask(code))
+    chart = lab.page.locator(".strata-quality-chart canvas").first
+    chart.wait_for(timeout=PATIENCE_S * 1e3)
+    speed = f"print(page_kernel.speed_of(engine, lambda: wb.load({LOAD!r})))"
+    assert lab.ask("wb.fold()") == ""
+    chart.wait_for(state="detached", timeout=PATIENCE_S * 1e3)
+    folded = float(lab.ask(speed))
+    assert lab.ask("wb.open(*wb.panels.details.all)") == ""
+    chart.wait_for(timeout=PATIENCE_S * 1e3)
+    return {"folded": folded, "page": float(lab.ask(speed))}
 
 
 def effects(lab: LabPage, switches: int) -> list[float]:
@@ -128,7 +134,7 @@ def first_token_s() -> float:
 def measure_page(model: str, rounds: int, switches: int) -> list[Record]:
     """Records of the speeds and of the switches."""
     environment = Environment.now()
-    found: dict[str, list[float]] = {"headless": [], "pump": [], "page": []}
+    found: dict[str, list[float]] = {"headless": [], "pump": [], "folded": [], "page": []}
     cells = [MAKES_ENGINE.format(model=model), SHOWS_PAGE]
     with tempfile.TemporaryDirectory() as scratch:
         write_notebook(Path(scratch) / "cost.ipynb", cells)
@@ -140,14 +146,14 @@ def measure_page(model: str, rounds: int, switches: int) -> list[Record]:
                 for name, value in away(lab, Path(scratch)).items():
                     found[name].append(value)
                 lab.open("cost.ipynb")
-                if i < rounds:  # without a page last, as first
-                    found["page"].append(looked_at(lab))
+                for name, value in looked_at(lab).items() if i < rounds else ():  # without a page last, as first
+                    found[name].append(value)
             settings = json.loads(lab.ask("import json; print(json.dumps(engine.optimizations.as_dict()))"))
             looked_at(lab)
             times = effects(lab, switches)
             lab.ask("wb.close(); engine.close()")
     conditions = {"model": model, "load": LOAD, "toggles": settings}
-    speeds = [_share(environment, conditions, found, side) for side in ("pump", "page")]
+    speeds = [_share(environment, conditions, found, side) for side in ("pump", "folded", "page")]
     return [*speeds, _switching(environment, conditions, times)]
 
 
@@ -173,7 +179,11 @@ def shares(headless: Sequence[float], other: Sequence[float]) -> list[float]:
 
 def _share(environment: Environment, conditions: Any, found: dict[str, list[float]], side: str) -> Record:
     kept = shares(found["headless"], found[side])
-    what = {"pump": "widgets and pump without a page", "page": "every panel open in Chromium, on the same cores"}
+    what = {
+        "pump": "widgets and pump without a page",
+        "folded": "the page as it opens, details folded, in Chromium on the same cores",
+        "page": "every panel open in Chromium, on the same cores",
+    }
     return environment.record(
         f"page_cost/{side}",
         script=SCRIPT,

@@ -101,7 +101,12 @@ def page_table(records: Sequence[Rec]) -> tuple[str, Rec]:
     """What the open page costs the engine, how soon a switch takes effect, and how long the start takes."""
     by_name = {r["name"].partition("/")[2]: r for r in records}
     lines = ["| what | measured | bar |", "|---|---:|---:|"]
-    for side, what in (("pump", "widgets and pump, no page"), ("page", "every panel open in a browser")):
+    sides = {
+        "pump": "widgets and pump, no page",
+        "folded": "the page as it opens in a browser",
+        "page": "every panel open in a browser",
+    }
+    for side, what in sides.items():
         r = by_name[side]
         m, s = r["metrics"], r["spread"]
         lines.append(
