@@ -92,8 +92,11 @@ def test_few_rows_of_logits_are_held_at_a_time(checkpoint, expected, monkeypatch
             rows.append(inputs.sample_rows.shape[0])
             return step(inputs)
 
+        monkeypatch.setattr(watched, "states", None, raising=False)
         monkeypatch.setattr(engine._loop.parts.runner, "step", watched)
-        check(engine.generate([PROMPT], params())[0].prompt_logprobs[1:], expected, 1)
+        output = engine.generate([PROMPT], params())[0]
+        check(output.prompt_logprobs[1:], expected, 1)
+    assert output.finish_reason == "length"
     assert max(rows) == 4 and sum(rows) == len(PROMPT) - 1 + 6
 
 
