@@ -14,7 +14,8 @@ import pytest
 
 pytest.importorskip("triton")
 DECODE = (
-    r"linear/fp8-(qkv-moe|qkv-dense|o|gate-up|down|head)-(1|16)$|linear/(int8|int4)-(qkv-moe|down)-1$|attention_decode/"
+    r"linear/fp8-(qkv-moe|qkv-dense|o|gate-up|down|head)-(1|16)$|linear/(int8|int4)-(qkv-moe|down)-1$"
+    r"|attention_decode/(window|.*-bfloat16-(bfloat16|float8_e4m3fn))$"
     r"|moe/block-(fp8|int4|int8row)-(1|8)$|sampling/.*_V151936_B1$|elementwise/"
     r"|invariant/(gate-up|down)-fp8-1$|invariant/attention-1-float8|invariant/moe-1$|sparse_attention/.*float8"
 )
