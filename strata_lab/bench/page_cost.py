@@ -1,9 +1,10 @@
 """What the open page costs: the engine's speed headless, with an unseen panel, and with the page in a browser.
 
 `python -m strata_lab.bench.page_cost` runs the same load by turns (A/B/A): the engine alone, with the pump and widgets
-but no page, with the page as it opens in Chromium, and with every panel open there. The browser, the notebook server and
-the engine share the cores of one machine, so the second figure is what the workbench costs a kernel, and the others what
-a person sees who looks at it on the machine that computes. It also times switches while 8 streams run, and the way from `make lab` to a first token.
+but no page, with the page as it opens in Chromium, and with every panel open there. The browser, the notebook server
+and the engine share the cores of one machine, so the second figure is what the workbench costs a kernel, and the others
+what a person sees who looks at it on the machine that computes. It also times switches while 8 streams run, and the way
+from `make lab` to a first token.
 """
 
 from __future__ import annotations
