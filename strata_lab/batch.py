@@ -52,7 +52,7 @@ class ScheduledRequest:
         return 1 + len(self.drafts) if self.samples else 0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """One step.
 
@@ -64,7 +64,6 @@ class ScheduledBatch:
         copies: (block, block) of the pool: whose content a request needs in a block of its own (`Scheduler.fork`).
         swap_out: (block, host block): what requests that lost their blocks want back.
         swap_in: (host block, block): what they get back.
-        num_draft_tokens: drafts that the decodes take along; whoever changes an item's drafts counts anew.
 
     The moves come before anything is computed, in this order: `copies`, then `swap_out`, then `swap_in`. Within each,
     everything is read before anything is written. A batch may have moves and no items.
@@ -77,26 +76,22 @@ class ScheduledBatch:
     copies: Pairs = ()
     swap_out: Pairs = ()
     swap_in: Pairs = ()
-    num_draft_tokens: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.count_drafts()
 
     @property
     def has_moves(self) -> bool:
         """Whether blocks must be copied before it is computed."""
         return bool(self.copies or self.swap_out or self.swap_in)
 
-    def count_drafts(self) -> None:
-        """After the drafts of items have changed."""
-        self.num_draft_tokens = sum(len(item.drafts) for item in self.items)
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts that the decodes take along."""
+        return sum(len(item.drafts) for item in self.items)
 
     def drop_drafts(self) -> None:
         """Compute it without the guesses."""
         for item in self.items:
             item.num_tokens -= len(item.drafts)
             item.drafts = ()
-        self.num_draft_tokens = 0
 
     def takers(self, counts: Sequence[int] | None) -> list[tuple[ScheduledRequest, bool]]:
         """Whose each sampled token is, and whether it was a draft: an item that samples gets one token, or its number

@@ -29,3 +29,16 @@ def tokens(folder: Any, texts: list[list[int]], **options: Any) -> list[tuple[in
     """Greedy answers of such an engine."""
     with engine(folder, **options) as e:
         return [o.token_ids for o in e.generate(texts, GREEDY)]
+
+
+def evicted_thrice(e: LLMEngine, texts: list[list[int]]) -> list[tuple[int, ...]]:
+    """Greedy answers of an engine that takes everybody's blocks away before three of its steps."""
+    names = [e.add_request(text, GREEDY) for text in texts]
+    for step in range(1000):
+        if step in (2, 9, 30):
+            for request in list(e._loop.scheduler.running):
+                e._loop.scheduler._preempt(request)
+        if e.step() is None:
+            break
+        e._loop.scheduler.blocks.check()
+    return [e.output(name).token_ids for name in names]

@@ -18,7 +18,7 @@ from strata_lab.prefix_cache import PrefixCache
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.settings import ConfigError
 from tests.checkpoints import write_checkpoint
-from tests.long_texts import GREEDY, engine, prompts, tokens
+from tests.long_texts import GREEDY, engine, evicted_thrice, prompts, tokens
 
 SMALL: dict[str, Any] = {"kv_sinks": 3, "kv_window": 20}
 
@@ -183,18 +183,11 @@ def test_how_the_text_is_computed_does_not_matter(folder, options: dict[str, Any
 def test_a_preempted_request_goes_on_under_its_window(folder, options: dict[str, Any]) -> None:
     wanted = tokens(folder, prompts(), **SMALL)
     with engine(folder, **{"prefix_cache": False, "max_num_batched_tokens": 24} | SMALL | options) as e:
-        names = [e.add_request(p, GREEDY) for p in prompts()]
-        for step in range(1000):
-            if step in (2, 9, 30):
-                for request in list(e._loop.scheduler.running):
-                    e._loop.scheduler._preempt(request)
-            if e.step() is None:
-                break
-            e._loop.scheduler.blocks.check()
+        found = evicted_thrice(e, prompts())
         assert e.stats().num_preemptions > 4
         assert bool(e.stats().num_swapped_in) == ("preemption" in options)
         assert e.stats().swap_blocks_used == 0
-        assert [e.output(n).token_ids for n in names] == wanted
+        assert found == wanted
 
 
 def test_texts_of_one_prompt_keep_their_windows_apart(folder) -> None:

@@ -18,7 +18,7 @@ from strata_lab.prefix_cache import PrefixCache
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.settings import ConfigError
 from tests.checkpoints import write_checkpoint
-from tests.long_texts import GREEDY, engine, prompts, tokens
+from tests.long_texts import GREEDY, engine, evicted_thrice, prompts, tokens
 
 FEW: dict[str, Any] = {"sparse_pages": 4}  # of 8 tokens: 32 of up to 91
 
@@ -170,17 +170,10 @@ def test_how_the_text_is_computed_does_not_matter(folder, alone, options: dict[s
 @pytest.mark.parametrize("options", [{}, {"preemption": "swap", "prefix_cache": True}], ids=str)
 def test_a_preempted_request_goes_on_with_its_pages(folder, alone, options: dict[str, Any]) -> None:
     with engine(folder, **{"prefix_cache": False, "max_num_batched_tokens": 24} | FEW | options) as e:
-        names = [e.add_request(p, GREEDY) for p in prompts()]
-        for step in range(1000):
-            if step in (2, 9, 30):
-                for request in list(e._loop.scheduler.running):
-                    e._loop.scheduler._preempt(request)
-            if e.step() is None:
-                break
-            e._loop.scheduler.blocks.check()
+        found = evicted_thrice(e, prompts())
         assert e.stats().num_preemptions > 4
         assert bool(e.stats().num_swapped_in) == ("preemption" in options)
-        assert [e.output(n).token_ids for n in names] == alone
+        assert found == alone
 
 
 def test_texts_of_one_prompt_choose_their_own_pages(folder) -> None:

@@ -193,7 +193,6 @@ class DraftAhead:
             item.drafts, item.num_tokens = drafts, 1 + len(drafts)
             token_ids += tokens
             counts.append(len(tokens))
-        batch.count_drafts()
         nothing: list[None] = [None] * len(token_ids)
         return StepResult(SampledTokens(token_ids, list(nothing), list(nothing), counts), step_ms, 0.0)
 
