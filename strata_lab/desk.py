@@ -63,13 +63,14 @@ class Desk:
     def add_patiently(self, session: Session) -> None:
         """`add` as soon as there is room in the queue, of which half is left to those who do not wait; with `start`."""
         with self._lock:
+            self.check_open()
             while not self.scheduler.has_room(session.request, PATIENT_SHARE):
-                self.check_open()
                 self._num_patient += 1
                 try:
                     self._room.wait()
                 finally:
                     self._num_patient -= 1
+                self.check_open()  # before another look: a closed engine has no scheduler
             self.add(session)
 
     def check_servable(self, sessions: Iterable[Session]) -> None:

@@ -301,7 +301,6 @@ class EngineLoop(Desk):
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
-            self._room.notify_all()
         self.parts.governor.stop()
         if self._thread is not None:
             self._thread.join()
@@ -315,4 +314,5 @@ class EngineLoop(Desk):
             self._swaps.clear()
             for request_id in list(self._sessions):
                 self.abort(request_id)
+            self._room.notify_all()  # who waits for room finds the engine closed
         self.parts.governor.join()
