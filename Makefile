@@ -24,6 +24,12 @@ SIDE_BY_SIDE = OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist
 # `$(call stage,name) command` prints how long the command took.
 stage = @TIMEFORMAT='[$(strip $(1)): %0R s]'; time
 
+# All tests with these flags, or those that match K: the second stage also runs, and tells, where the first one failed.
+both = @TIMEFORMAT='[$(if $(K),pytest,pytest side by side): %0R s]'; failed=0; \
+  $(if $(K),time $(PY) -m pytest $(1) $(SELECT) || failed=$$?, \
+  time $(SIDE_BY_SIDE) $(1) $(addprefix --ignore=,$(ALONE)) || failed=$$?; \
+  TIMEFORMAT='[pytest one by one: %0R s]'; time $(PY) -m pytest $(1) $(ALONE) || failed=$$?); exit $$failed
+
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev model lab test check static js climb bench gpu gpu-figures aot audit screenshot gallery nbval fmt clean
@@ -46,12 +52,10 @@ lab: setup model  ## set everything up and open the workbench in JupyterLab
 	  $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_FLAGS)
 
 test: setup-dev model static js  ## set up and run everything that CI runs
-	$(if $(K),,$(call stage, pytest side by side) $(SIDE_BY_SIDE) $(addprefix --ignore=,$(ALONE)))
-	$(call stage, pytest) $(PY) -m pytest $(if $(K),$(SELECT),$(ALONE))
+	$(call both,)
 
 check: setup-dev model static js  ## the quick part of `make test`: no test marked slow
-	$(if $(K),,$(call stage, pytest side by side) $(SIDE_BY_SIDE) -m 'not slow' $(addprefix --ignore=,$(ALONE)))
-	$(call stage, pytest) $(PY) -m pytest -m 'not slow' $(if $(K),$(SELECT),$(ALONE))
+	$(call both,-m 'not slow')
 
 static: setup-dev  ## ruff, formatting and types
 	$(call stage, ruff) $(PY) -m ruff check .

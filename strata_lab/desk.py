@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from strata_lab.events import EventLog
@@ -60,18 +60,28 @@ class Desk:
             self._drop_old_outputs()
             self._wake.notify_all()
 
-    def add_patiently(self, session: Session) -> None:
-        """`add` as soon as there is room in the queue, of which half is left to those who do not wait; with `start`."""
+    def add_patiently(self, sessions: Sequence[Session]) -> int:
+        """Queue the first of these, as many as there is room for and at least one, so that they begin together.
+
+        Half of the queue is left to those who do not wait. Waits until there is room; with `start`.
+
+        Returns:
+            How many were queued.
+        """
         with self._lock:
             self.check_open()
-            while not self.scheduler.has_room(session.request, PATIENT_SHARE):
+            while not self.scheduler.has_room(sessions[0].request, PATIENT_SHARE):
                 self._num_patient += 1
                 try:
                     self._room.wait()
                 finally:
                     self._num_patient -= 1
                 self.check_open()  # before another look: a closed engine has no scheduler
-            self.add(session)
+            num_queued = 0
+            while num_queued < len(sessions) and self.scheduler.has_room(sessions[num_queued].request, PATIENT_SHARE):
+                self.add(sessions[num_queued])
+                num_queued += 1
+            return num_queued
 
     def check_servable(self, sessions: Iterable[Session]) -> None:
         """Raise `RequestError` where one of these could never be served; how many others wait does not matter."""

@@ -196,8 +196,8 @@ class LLMEngine(ChangesSettings, WatchesExperts):
     ) -> list[RequestOutput]:
         """Generate for all prompts and return their outputs in order.
 
-        However many they are: what finds no room in the waiting queue waits here, and leaves half of the queue to those
-        who cannot wait. A `timeout_s` counts from the call.
+        They begin together, however many they are: what finds no room in the waiting queue waits here, and leaves half
+        of the queue to those who cannot wait. A `timeout_s` counts from the call.
 
         Args:
             prompts: one prompt or a list of them.

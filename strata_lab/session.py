@@ -158,20 +158,22 @@ class Session:
         return RequestOutput.of(self.request, self.prompt, text, self.choice)
 
 
-def collect(sessions: Sequence[Session], queue: Callable[[Session], Any], progress: bool) -> list[RequestOutput]:
+def collect(
+    sessions: Sequence[Session], queue: Callable[[Sequence[Session]], int], progress: bool
+) -> list[RequestOutput]:
     """Queue requests, wait for them and return their outputs in order.
 
     Args:
         sessions: one per prompt.
-        queue: queues a session; may wait until there is room for it.
+        queue: queues the first of the sessions it is given and says how many; may wait until there is room for one.
         progress: show a bar.
     """
     from tqdm.auto import tqdm
 
     with tqdm(total=len(sessions), desc="requests", unit="req", disable=not progress) as bar:
-        ended = 0
-        for session in sessions:
-            queue(session)
+        queued = ended = 0
+        while queued < len(sessions):
+            queued += queue(sessions[queued:])
             while ended < len(sessions) and sessions[ended].finished:
                 ended += 1
                 bar.update()

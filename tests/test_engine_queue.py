@@ -53,6 +53,15 @@ def test_a_list_longer_than_the_queue_is_served_whole_and_within_half_of_its_bou
         assert not engine._loop._sessions
 
 
+def test_prompts_of_one_call_begin_in_the_same_step(folder) -> None:
+    with make(folder, max_num_seqs=16, max_num_batched_tokens=512) as engine:
+        engine.generate([prompt(0)], SHORT)
+        cursor = engine.events.cursor
+        engine.generate([prompt(i) for i in range(16)], SHORT)
+        steps = [e for e in engine.events.since(cursor)[0] if isinstance(e, StepEvent)]
+        assert [len(step.tokens) for step in steps] == [16] * 4
+
+
 def test_beside_a_long_list_a_stream_finds_room_and_a_full_queue_refuses_it(folder) -> None:
     with make(folder, max_waiting=4) as engine:
         done: list[Any] = []
@@ -143,7 +152,7 @@ def test_every_way_in_takes_a_priority_and_it_goes_before_those_who_were_there(w
         while not engine.stats().num_output_tokens:
             time.sleep(0.001)
         WAYS[way](engine)
-        assert engine.stats().num_running == 1
+        assert engine.stats().num_running + engine.stats().num_waiting == 2
         assert {engine.output(name).finish_reason for name in ("running", "waiting")} == {None}
         assert engine.stats().num_preemptions >= 1
 

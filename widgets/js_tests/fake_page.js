@@ -1,4 +1,5 @@
 /** A page and a widget model of a few lines each: enough to render a view under node, without any package. */
+import { mock } from "node:test";
 
 class Style {
   setProperty(name, value) {
@@ -122,6 +123,8 @@ class Drawing {
 }
 
 export function installPage() {
+  mock.timers.reset();
+  mock.timers.enable({ apis: ["setTimeout"] });
   const observers = { active: 0, sights: [] };
   class Observer {
     observe() {
@@ -154,8 +157,9 @@ export function installPage() {
   globalThis.ResizeObserver = Observer;
   globalThis.MutationObserver = Observer;
   globalThis.IntersectionObserver = Sight;
-  /** Run what waits for the next frame; how many draws that were. */
+  /** Let the panels gather their news, then run what waits for the next frame; how many draws that were. */
   const paint = () => {
+    mock.timers.tick(60);
     const due = [...frames.values()];
     frames = new Map();
     for (const draw of due) draw();

@@ -1,9 +1,32 @@
 /** What canvas views share: size and colours at draw time, when to draw again, a cursor for pointer and keyboard. */
 
+const LOOK_AGAIN_MS = 2000; // colours that change with neither size nor theme of the page are that old at most
+const known = new WeakMap(); // canvas -> what the page said of it
+
+/** Width and colours of a canvas. Asking the page makes it lay itself out at once, so its answers are kept. */
+function lookAt(canvas) {
+  const found = known.get(canvas);
+  if (found?.width && performance.now() < found.until) return found;
+  const style = getComputedStyle(canvas);
+  const colors = new Map();
+  const color = (name) => {
+    if (!colors.has(name)) colors.set(name, style.getPropertyValue(name).trim() || "#666");
+    return colors.get(name);
+  };
+  const [width, until] = [canvas.clientWidth, performance.now() + LOOK_AGAIN_MS];
+  known.set(canvas, { width, until, color, ink: style.color, fontFamily: style.fontFamily });
+  return known.get(canvas);
+}
+
+/** The width of a canvas on the page, in pixels of the page; 0 while it has none. */
+export function widthOf(canvas) {
+  return lookAt(canvas).width;
+}
+
 /** Size the canvas to its place on the page; its context, width and colours, or null while it has no width. */
 export function prepare(canvas, height) {
-  const style = getComputedStyle(canvas);
-  const [width, ratio] = [canvas.clientWidth, globalThis.devicePixelRatio || 1];
+  const { width, color, ink, fontFamily } = lookAt(canvas);
+  const ratio = globalThis.devicePixelRatio || 1;
   if (!width) return null;
   const [columns, rows] = [Math.round(width * ratio), Math.round(height * ratio)];
   const g = canvas.getContext("2d");
@@ -14,16 +37,20 @@ export function prepare(canvas, height) {
     [canvas.width, canvas.height] = [columns, rows];
   }
   g.scale(ratio, ratio);
-  g.font = `11px ${style.fontFamily}`;
+  g.font = `11px ${fontFamily}`;
   g.textBaseline = "middle";
-  return { g, width, ink: style.color, color: (name) => style.getPropertyValue(name).trim() || "#666" };
+  return { g, width, ink, color };
 }
 
-/** Call `mark` when the canvas changes its size or the page its theme; returns what stops that. */
+/** Look at the page again, and call `mark`, when the canvas changes its size or the page its theme; returns what stops that. */
 function follow(canvas, mark) {
-  const sized = new ResizeObserver(mark);
+  const changed = () => {
+    known.delete(canvas);
+    mark();
+  };
+  const sized = new ResizeObserver(changed);
   sized.observe(canvas);
-  const themed = new MutationObserver(mark);
+  const themed = new MutationObserver(changed);
   themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light", "class"] });
   return () => {
     sized.disconnect();

@@ -35,38 +35,70 @@ export function wire(model) {
 }
 
 const OUT_OF_SIGHT_MS = 1000; // between two paints of what nobody sees, but a screen reader may read
+const GATHER_MS = 60; // news of one reading of the engine reaches all panels within that time
+
+/** Paints of all panels that wait for their common frame. Each view is a module of its own, so they meet on the page. */
+const waiting = (globalThis[Symbol.for("strata-lab.waiting-paints")] ??= new Set());
+
+function paintTogether() {
+  const due = [...waiting];
+  waiting.clear();
+  const attempt = (paint) => {
+    try {
+      return paint();
+    } catch (error) {
+      console.error(error); // one panel's trouble is not the others'
+    }
+  };
+  for (const after of due.map(attempt)) if (after) attempt(after);
+}
+
+/** Run `paint` in a frame that it shares with whatever else is gathered within `GATHER_MS`. */
+function gather(paint) {
+  if (!waiting.size) setTimeout(() => requestAnimationFrame(paintTogether), GATHER_MS);
+  waiting.add(paint);
+}
 
 /**
- * Run `draw` after `mark()`, in the next animation frame; where a `node` is given and nobody sees it, after a second.
- * Controls give none: their answers must not wait.
+ * Run `draw` after `mark()`: in the next animation frame; where a `node` is given, in a frame shared with the other
+ * panels, since each frame costs a layout and a painting of the page, and where nobody sees the node, after a second.
+ * Controls give none: their answers must not wait. `soon()` is for what a hand does: the next frame in any case.
+ *
+ * `draw` asks the page for no place or size, because every answer after a change is a layout of its own. What must ask
+ * goes into a function that `draw` returns: it runs when all panels are drawn.
  */
 export function painter(draw, node = null) {
   let [frame, timer, inSight] = [0, 0, true];
-  const now = () => {
+  const paint = () => {
     clearTimeout(timer);
-    timer = 0;
-    frame ||= requestAnimationFrame(() => {
-      frame = 0;
-      draw();
-    });
+    cancelAnimationFrame(frame);
+    waiting.delete(paint);
+    [frame, timer] = [0, 0];
+    return draw();
+  };
+  const soon = () => {
+    frame ||= requestAnimationFrame(() => paint()?.());
   };
   const watcher =
     node === null || typeof IntersectionObserver === "undefined"
       ? null
       : new IntersectionObserver((changes) => {
           inSight = changes.at(-1).isIntersecting;
-          if (inSight && timer) now();
+          if (inSight && timer) soon();
         });
   watcher?.observe(node);
   return {
+    soon,
     mark() {
-      if (inSight) now();
-      else timer ||= setTimeout(now, OUT_OF_SIGHT_MS);
+      if (node === null) soon();
+      else if (inSight) gather(paint);
+      else timer ||= setTimeout(gather, OUT_OF_SIGHT_MS, paint);
     },
     stop() {
       watcher?.disconnect();
       clearTimeout(timer);
       cancelAnimationFrame(frame);
+      waiting.delete(paint);
       [frame, timer] = [0, 0];
     },
   };

@@ -1,6 +1,6 @@
 /** The KV pool on a canvas: one square per block, coloured by the request that holds it. */
 import { h, painter, quiet, roving, setText, tipOf, tipped, wire } from "../_shared.js";
-import { cursor, keepDrawing, prepare } from "../_canvas.js";
+import { cursor, keepDrawing, prepare, widthOf } from "../_canvas.js";
 
 const [FREE, CACHED, SHARED, FIRST_OWNER] = [0, 1, 2, 3];
 const SIZES = [14, 12, 10, 8, 7, 6, 5, 4, 3]; // pixels of a cell, the largest that fits is taken
@@ -26,7 +26,7 @@ export function cellText(cells, i, owners, perCell, blockSize) {
 }
 
 function drawCells(canvas, { cells, owners, chosen }) {
-  const { size, columns, height } = layout(cells.length, canvas.clientWidth || 1);
+  const { size, columns, height } = layout(cells.length, widthOf(canvas) || 1);
   const page = prepare(canvas, height);
   if (!page) return;
   const { g, ink, color } = page;
@@ -62,12 +62,12 @@ function render({ model, el }) {
   el.append(h("h3", { class: "s-heading" }, "KV blocks"), legend, h("figure", {}, canvas, h("figcaption", {}, line)));
   const stops = roving(legend);
   let cells = [];
-  const grid = () => layout(cells.length, canvas.clientWidth || 1);
+  const grid = () => layout(cells.length, widthOf(canvas) || 1);
   const index = cursor(canvas, {
     at: (x, y) => Math.floor(y / grid().size) * grid().columns + Math.floor(x / grid().size),
     count: () => cells.length,
     row: () => grid().columns,
-    mark: () => paint.mark(),
+    mark: () => paint.soon(),
   });
   let shownKinds = "";
 

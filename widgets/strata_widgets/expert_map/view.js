@@ -1,6 +1,6 @@
 /** Layers times experts on a canvas: the more tokens an expert took, the more of the colour. */
 import { facts, h, painter, quiet, setText, wire } from "../_shared.js";
-import { cursor, keepDrawing, prepare } from "../_canvas.js";
+import { cursor, keepDrawing, prepare, widthOf } from "../_canvas.js";
 
 const MARGIN = { left: 58, top: 16 };
 const [MOST_WIDTH, MOST_HEIGHT, LEAST_HEIGHT] = [34, 16, 4]; // pixels of a cell
@@ -40,7 +40,7 @@ export function layerText(row, layer) {
 }
 
 function drawCells(canvas, { counts, numLayers, numExperts, chosen }) {
-  const { cellWidth, cellHeight, height } = layout(numLayers, numExperts, canvas.clientWidth || 1);
+  const { cellWidth, cellHeight, height } = layout(numLayers, numExperts, widthOf(canvas) || 1);
   const page = prepare(canvas, height);
   if (!page || !counts.length) return;
   const { g, ink, color } = page;
@@ -80,19 +80,19 @@ function render({ model, el }) {
   const head = h("div", { class: "top" }, h("h3", { class: "s-heading" }, "Experts by layer"), restart);
   const map = h("figure", {}, canvas, h("figcaption", {}, line));
   el.append(head, numbers.node, map, words, note);
-  words.addEventListener("toggle", () => paint.mark());
+  words.addEventListener("toggle", () => paint.soon());
   let counts = [];
   const size = () => [model.get("num_layers"), model.get("num_experts")];
   const index = cursor(canvas, {
     at: (x, y) => {
       const [numLayers, numExperts] = size();
-      const { cellWidth, cellHeight } = layout(numLayers, numExperts, canvas.clientWidth || 1);
+      const { cellWidth, cellHeight } = layout(numLayers, numExperts, widthOf(canvas) || 1);
       const [column, row] = [Math.floor((x - MARGIN.left) / cellWidth), Math.floor((y - MARGIN.top) / cellHeight)];
       return column < 0 || column >= numExperts || row < 0 || row >= numLayers ? -1 : row * numExperts + column;
     },
     count: () => counts.length,
     row: () => model.get("num_experts"),
-    mark: () => paint.mark(),
+    mark: () => paint.soon(),
   });
 
   const paint = painter(() => {

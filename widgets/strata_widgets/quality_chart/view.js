@@ -1,6 +1,6 @@
 /** A scatter of speed and loss on a canvas; points that nothing beats are full and joined by a line. */
 import { h, painter, quiet, setText, wire } from "../_shared.js";
-import { cursor, keepDrawing, prepare, scale, stroke } from "../_canvas.js";
+import { cursor, keepDrawing, prepare, scale, stroke, widthOf } from "../_canvas.js";
 
 const HEIGHT = 210;
 const PAD = { left: 52, right: 90, top: 26, bottom: 34 };
@@ -66,9 +66,9 @@ function render({ model, el }) {
   const note = h("p", { class: "s-note" });
   el.append(h("h3", { class: "s-heading" }, "Quality against speed"), figure, note);
   const index = cursor(canvas, {
-    at: (x, y) => nearestPoint(model.get("points"), canvas.clientWidth, x, y),
+    at: (x, y) => nearestPoint(model.get("points"), widthOf(canvas), x, y),
     count: () => model.get("points").length,
-    mark: () => paint.mark(),
+    mark: () => paint.soon(),
   });
   const paint = painter(() => {
     const [points, chosen] = [model.get("points"), index()];

@@ -1,6 +1,6 @@
 /** Speed of the last minute on a canvas: total solid, per stream dashed, a marker at every change of a setting. */
 import { h, painter, quiet, rate, roving, setText, tipOf, tipped, wire } from "../_shared.js";
-import { keepDrawing, prepare, scale, stroke } from "../_canvas.js";
+import { keepDrawing, prepare, scale, stroke, widthOf } from "../_canvas.js";
 import { BEFORE_S, SETTLE_S, SPAN_S, decode, effect, join, nearest, pieces, placeLabels, timeAxis } from "./series.js";
 
 const HEIGHT = 206;
@@ -137,13 +137,13 @@ function render({ model, el }) {
 
   canvas.addEventListener("pointermove", (event) => {
     const { end, span } = timeAxis(samples, model.get("markers"));
-    const plotW = canvas.clientWidth - PAD.left - PAD.right;
+    const plotW = widthOf(canvas) - PAD.left - PAD.right;
     cursorT = end - (1 - (event.offsetX - PAD.left) / plotW) * span;
-    paint.mark();
+    paint.soon();
   });
   const leave = () => {
     cursorT = null;
-    paint.mark();
+    paint.soon();
   };
   canvas.addEventListener("pointerleave", leave);
   canvas.addEventListener("blur", leave);
@@ -154,7 +154,7 @@ function render({ model, el }) {
     if (!(event.key in moves) || !samples.length) return;
     event.preventDefault();
     cursorT = samples[Math.min(samples.length - 1, Math.max(0, moves[event.key]))].t;
-    paint.mark();
+    paint.soon();
   });
 
   function reload() {

@@ -1,6 +1,6 @@
 /** One stacked bar per step on a canvas, and beside it the mean of each cause as a list that can be read aloud. */
 import { h, painter, quiet, roving, setText, tipOf, tipped, wire } from "../_shared.js";
-import { cursor, keepDrawing, prepare, scale, stroke } from "../_canvas.js";
+import { cursor, keepDrawing, prepare, scale, stroke, widthOf } from "../_canvas.js";
 import { ceilingOf, decodeSteps, joinSteps, means, millis } from "./steps.js";
 
 const HEIGHT = 190;
@@ -82,11 +82,11 @@ function render({ model, el }) {
   let steps = [];
   let rows = [];
   const stops = roving(list);
-  const shown = () => steps.slice(-Math.max(1, Math.floor((canvas.clientWidth - PAD.left - PAD.right) / BAR)));
+  const shown = () => steps.slice(-Math.max(1, Math.floor((widthOf(canvas) - PAD.left - PAD.right) / BAR)));
   const index = cursor(canvas, {
     at: (x) => (x < PAD.left ? -1 : Math.floor((x - PAD.left) / BAR)),
     count: () => shown().length,
-    mark: () => paint.mark(),
+    mark: () => paint.soon(),
   });
 
   const paint = painter(() => {

@@ -75,6 +75,9 @@ function largeLane() {
   body.append(text);
   let shown = null;
   let marked = [];
+  let pinned = true; // to the end of the text, until somebody scrolls up
+  body.addEventListener("scroll", () => (pinned = body.scrollHeight - body.scrollTop - body.clientHeight < 30));
+  /** Returns what keeps the end in sight. */
   function show(lane, now, drafted) {
     swatch.style.setProperty("background", `var(--s-r${lane.color})`);
     node.setAttribute("data-phase", lane.phase);
@@ -83,7 +86,6 @@ function largeLane() {
     node.setAttribute("data-state", lane.state);
     setText(prompt, lane.prompt);
     body.setAttribute("aria-label", `Text of ${lane.title.toLowerCase()}`);
-    const pinned = body.scrollHeight - body.scrollTop - body.clientHeight < 30;
     if (shown === lane.id && now.startsWith(text.data)) {
       if (now.length > text.data.length) text.appendData(now.slice(text.data.length)); // keeps the reader's selection
     } else {
@@ -91,8 +93,9 @@ function largeLane() {
       body.replaceChildren(text);
     }
     if (marked.length || drafted.length) marked = highlight(text, drafted, marked);
-    if (pinned || shown !== lane.id) body.scrollTop = body.scrollHeight;
+    pinned ||= shown !== lane.id;
     shown = lane.id;
+    return () => pinned && (body.scrollTop = body.scrollHeight);
   }
   const forget = () => highlight(text, [], marked);
   return { node, show, forget };
@@ -137,18 +140,19 @@ function render({ model, el }) {
     large.node.hidden = lanes.length === 0;
     if (!lanes.some((lane) => lane.id === chosen)) chosen = lanes[0]?.id ?? null;
     const first = lanes.find((lane) => lane.id === chosen);
-    if (first) large.show(first, texts.text(first.id), texts.drafted(first.id));
+    const follow = first && large.show(first, texts.text(first.id), texts.drafted(first.id));
     const others = lanes.filter((lane) => lane.id !== chosen);
     while (small.length > others.length) small.pop().node.remove();
     while (small.length < others.length) {
       const lane = smallLane((id) => {
         chosen = id;
-        paint.mark();
+        paint.soon();
       });
       small.push(lane);
       list.append(lane.node);
     }
     others.forEach((lane, i) => small[i].show(lane, texts.text(lane.id)));
+    return follow;
   }, el);
   function repair() {
     const snapshot = model.get("snapshot");
