@@ -297,8 +297,7 @@ def _found(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _places(options: argparse.Namespace, batches: Sequence[int]) -> dict[str, list[int]]:
     """Kinds of text and batch sizes that are to be measured."""
-    found = _found(options) if options.missing else []
-    there = {record["name"] for record in found if options.check or "net_interval" in record["metrics"]}
+    there = {record["name"] for record in _found(options)} if options.missing else set()
     places: dict[str, list[int]] = {}
     for name in options.workloads.split(","):
         head = f"speculation/{options.drafter}/{text_kind(name).name}"
@@ -319,7 +318,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="numbers with commas between")
     parser.add_argument("--place-s", type=float, help=f"seconds for each of both (default by batch size: {PLACE_S})")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no other record after these seconds")
-    parser.add_argument("--missing", action="store_true", help="only what the results file does not have in turns")
+    parser.add_argument("--missing", action="store_true", help="only what the results file does not have")
     parser.add_argument("--tokens", type=int, help=f"of output at most (default: {OUTPUT_TOKENS}; {CHECKED_TOKENS})")
     parser.add_argument("--check", action="store_true", help="compare greedy texts instead of speeds")
     parser.add_argument("--name", default="speculation_cpu", help="results file, which is added to")
