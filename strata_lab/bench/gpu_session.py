@@ -58,6 +58,7 @@ def stages(folder: Path, size: float, scale: float) -> list[Stage]:
     bench("sweep-moe", "sweep_moe", 300, "--formats", "int8", "int4", "--seconds", "240", "--json", moe)
     wide = ("--formats", "int4g128", "--tokens", "16", "--products", "qkv-dense", "o", "gate-up", "down")
     bench("sweep-linear", "sweep_linear", 180, *wide, "--seconds", "120", "--json", linear)
+    bench("fixed-costs", "fixed_costs", 180, "--results", out)
     for name, weights, batches in ((MIXTURE, "fp8 int8 int4", "1 4 8 16"), (DENSE, "int8 int4", "8 16")):
         cells = ("--weights", *weights.split(), "--batch", *batches.split(), "--prompts", "--name", f"evidence-{name}")
         bench(f"evidence-{name}", "evidence", 400, "--model", name + shrunk, *cells, "--results", out)

@@ -165,7 +165,7 @@ def measure(every: Sequence[Task], folder: Path, deadline: float, device: torch.
                 return
             if task.group != group:
                 made = None
-                group, made = task.group, _prepared(task, cache, device)
+                group, made = task.group, prepared(task, cache, device)
             assert made is not None
             inputs, sets, expected = made
             _line(log, json.dumps({"begun": number}))
@@ -194,7 +194,8 @@ def _bound(task: Task, inputs: dict[str, Any], weight: LinearWeight) -> Any:
     return lambda: call(task.product, inputs, weight, task.config)
 
 
-def _prepared(task: Task, cache: int, device: torch.device) -> tuple[dict[str, Any], list[LinearWeight], Tensor]:
+def prepared(task: Task, cache: int, device: torch.device) -> tuple[dict[str, Any], list[LinearWeight], Tensor]:
+    """A product's inputs, sets of weights that exceed a cache of that many bytes, and what comes out of the first."""
     product = task.product
     weight = random_weight(task.fmt, product.n, product.k, device)
     count = max(2, -(-CACHES_BEYOND * cache // weight.nbytes))
