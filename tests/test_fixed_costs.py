@@ -42,9 +42,13 @@ def test_a_record_holds_every_point_and_its_line_reads_as_it_is(monkeypatch: pyt
     monkeypatch.setattr(fixed_costs, "timed", timed)
     costs = type("Costs", (), {"dependent_us": 0.5})()
     monkeypatch.setattr(fixed_costs, "launch_costs", lambda device: costs)
+    monkeypatch.setattr(fixed_costs, "coded", lambda product, fmt, device: 1.25)
     product = next(p for p in PRODUCTS if p.name == "o")
     record = fixed_costs.measure(product, "fp8", 1, torch.device("cpu"), HERE)
     m = record.metrics
+    assert m["coded_us"] is None
+    other = fixed_costs.measure(product, "int4g128", 1, torch.device("cpu"), HERE)
+    assert fixed_costs.row(other).endswith(", coded 1.25 us")
     assert m["fixed_us"] == pytest.approx(FIXED_US) and m["bandwidth_gb_s"] == pytest.approx(GB_S)
     assert m["bare_us"] == pytest.approx(m["us"] - 1)
     assert len(m["points"]) == len(fixed_costs.SIZES)

@@ -1,12 +1,13 @@
 """What of a product's time is not bytes: its time against the size of its weight, and the line through that.
 
-    python -m strata_lab.bench.fixed_costs [--formats fp8 int4g128] [--tokens 1 8]
+    python -m strata_lab.bench.fixed_costs [--formats fp8 int8row int4g128] [--tokens 1 8]
 
 Products are those of the reference models, cut shorter and made longer. Each is timed in a CUDA graph over sets of
 weights that exceed the cache, one call behind the other as in a decode step, so that what the next call does before it
 waits for this one is counted as it is there. The line's height at no bytes is what a call costs however small it is:
 reading x, the norm, the reduction, the boundary. Its slope is the bandwidth that is left once that is paid. `bare` is
-the same product without norm and residual. Where the points are no line, the deviation says so.
+the same product without norm and residual, `coded` an integer one whose x was cut into bytes before, which otherwise
+is a kernel of its own. Where the points are no line, the deviation says so.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from strata_lab.bench.harness import Environment, Record, Spread, write_results
 from strata_lab.bench.linear_candidates import FORMATS, PRODUCTS, Product, Task
 from strata_lab.bench.sweep_linear import MIN_CALLS, call, prepared
+from strata_lab.kernels.gpu import gemv_int
 from strata_lab.telemetry.ceilings import launch_costs, median_us
 
 SCRIPT = "python -m strata_lab.bench.fixed_costs"
@@ -70,6 +72,20 @@ def timed(product: Product, fmt: str, tokens: int, device: torch.device, *, bare
     return sets[0].nbytes, median_us(calls, device)
 
 
+def coded(product: Product, fmt: str, device: torch.device) -> float:
+    """Microseconds of a call with integers for one token whose x is in codes already."""
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    inputs, sets, expected = prepared(Task(product, fmt, 1, None), cache, device)
+    x, norm, eps = inputs["x"], inputs.get("norm_weight"), inputs.get("norm_eps", 0.0)
+    residual, gated = inputs.get("residual"), inputs.get("silu_mul", False)
+    codes, out = gemv_int.codes_of(x, norm, eps), torch.empty_like(expected, dtype=x.dtype)
+    calls = [
+        partial(gemv_int.gemv_int, x, sets[i % len(sets)], None, norm, eps, residual, gated, out, codes=codes)
+        for i in range(max(MIN_CALLS, len(sets)))
+    ]
+    return median_us(calls, device)
+
+
 def measure(product: Product, fmt: str, tokens: int, device: torch.device, environment: Environment) -> Record:
     """The record of one product."""
     points = [timed(sized(product, size), fmt, tokens, device) for size in SIZES]
@@ -82,6 +98,7 @@ def measure(product: Product, fmt: str, tokens: int, device: torch.device, envir
         "us": whole[1],
         "fixed_share": found.fixed_us / whole[1],
         "bare_us": timed(product, fmt, tokens, device, bare=True)[1],
+        "coded_us": coded(product, fmt, device) if tokens == 1 and fmt.startswith("int") else None,
         "launch_dependent_us": launch_costs(device).dependent_us,
         "points": [{"nbytes": nbytes, "us": us} for nbytes, us in points],
     }
@@ -98,9 +115,10 @@ def measure(product: Product, fmt: str, tokens: int, device: torch.device, envir
 def row(record: Record) -> str:
     """A line for people."""
     m = record.metrics
+    known = "" if m["coded_us"] is None else f", coded {m['coded_us']:.2f} us"
     return (
         f"{record.name:36} {m['us']:7.2f} us, {m['fixed_us']:5.2f} of them whatever its size, then "
-        f"{m['bandwidth_gb_s']:5.0f} GB/s (off by {m['deviation_us']:.2f} us); bare {m['bare_us']:.2f} us"
+        f"{m['bandwidth_gb_s']:5.0f} GB/s (off by {m['deviation_us']:.2f} us); bare {m['bare_us']:.2f} us{known}"
     )
 
 
@@ -109,7 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=SCRIPT, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--formats", nargs="+", default=["fp8", "int4g128"], choices=[*FORMATS, "bf16", "int8"])
+    formats = ["fp8", "int8row", "int4g128"]
+    parser.add_argument("--formats", nargs="+", default=formats, choices=[*FORMATS, "bf16", "int8"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8], help="rows of x")
     parser.add_argument("--products", nargs="+", default=list(GEOMETRIES), choices=[p.name for p in PRODUCTS])
     parser.add_argument("--name", default="fixed_costs_gpu", help="results file")

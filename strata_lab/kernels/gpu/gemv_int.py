@@ -191,7 +191,10 @@ def supports(x: Tensor, weight: LinearWeight) -> bool:
     )
 
 
-def codes_of(x: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+Codes = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def codes_of(x: Tensor, norm_weight: Tensor | None, eps: float) -> Codes:
     """x [1, K], times the norm's weight and factor if given: low bytes, high bytes, unit and sum per 32 columns."""
     k = x.shape[1]
     blocks = -(-k // BLOCK)
@@ -216,13 +219,17 @@ def gemv_int(
     silu_mul: bool,
     out: Tensor,
     config: IntConfig | None = None,
+    codes: Codes | None = None,
 ) -> None:
-    """`linear_triton` for one contiguous row x [1, K] into `out`, whose dtype the result is rounded to."""
+    """`linear_triton` for one contiguous row x [1, K] into `out`, whose dtype the result is rounded to.
+
+    `codes` are those of x, where they are known already.
+    """
     assert supports(x, weight), (x.dtype, x.shape, weight.format, weight.shape, weight.group_size)
     n, k = weight.shape
     c = config or default_config(weight, silu_mul)
     outs = c.rows * c.pieces // (2 if silu_mul else 1)
-    codes = codes_of(x, norm_weight, norm_eps)
+    codes = codes or codes_of(x, norm_weight, norm_eps)
     gemv_int_kernel[(-(-(n // 2 if silu_mul else n) // outs),)](
         *codes, weight.data, weight.scales, weight.mins, bias, residual, out, n,
         K=k, FORMAT=weight.format, GROUP=weight.group_size, ROWS=c.rows, CHUNK=c.chunk, PIECES=c.pieces,
