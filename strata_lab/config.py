@@ -25,6 +25,7 @@ WEIGHT_FORMATS = ("bf16", "fp32", "fp8", "int8", "int4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 CAPTURES = ("replay", "inductor")
+SPEED, LOAD, LONG, MACHINE = TOPICS = ("Speed", "Many requests", "Long texts", "Machine and exactness")  # of toggles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,112 +35,114 @@ class Optimizations:
     cuda_graph: bool = toggle(
         "Replay the decode step from a capture instead of launching it op by op "
         "(a CUDA graph on a GPU, recorded operator calls on a CPU).",
-        default=True, off=False,
+        topic=SPEED, default=True, off=False,
     )  # fmt: skip
     fused_kernels: bool = toggle(
         "Run norm+QKV, RoPE+cache write, gate/up+SiLU and projection+residual as one kernel each.",
-        default=True, off=False,
+        topic=SPEED, default=True, off=False,
     )  # fmt: skip
     weight_format: str | None = toggle(
         "Number format of the linear layers' weights; None takes what the checkpoint is stored in.",
-        default=None, off="bf16", choices=WEIGHT_FORMATS, cost="rebuild", lossless=False, optional=True,
+        topic=SPEED, default=None, off="bf16", choices=WEIGHT_FORMATS, cost="rebuild", lossless=False, optional=True,
     )  # fmt: skip
     kv_cache_dtype: str | None = toggle(
         "Number format of the KV cache; None takes the engine's dtype.",
-        default=None, off="bf16", choices=("bf16", "fp32", "fp8"), cost="rebuild", lossless=False, optional=True,
+        topic=SPEED, default=None, off="bf16", choices=("bf16", "fp32", "fp8"), cost="rebuild", lossless=False,
+        optional=True,
     )  # fmt: skip
     pd_split: bool = toggle(
         "Give prompts steps of their own, in bounded slices between the decode steps, so that a long prompt does not "
         "stall running streams.",
-        default=False, off=False,
+        topic=SPEED, default=False, off=False,
     )  # fmt: skip
     continuous_batching: bool = toggle(
         "Admit a new request as soon as there is room; off waits until the whole batch has finished.",
-        default=True, off=False,
+        topic=SPEED, default=True, off=False,
     )  # fmt: skip
     prefix_cache: bool = toggle(
         "Keep the KV cache of texts that have ended, and start a request whose prompt begins like one of them behind "
         "what they share.",
-        default=True, off=False,
+        topic=SPEED, default=True, off=False,
     )  # fmt: skip
     batch_invariant: bool = toggle(
         "Add everything up in one order, whatever is computed beside it: log probabilities are the same to the last "
         "bit alone, in a batch, after preemption and behind a cached prefix.",
-        default=False, off=False,
+        topic=MACHINE, default=False, off=False,
     )  # fmt: skip
     kv_window: int = toggle(
         "Tokens of the past that attention sees, beside the first kv_sinks; what lies between is dropped from the KV "
         "cache, so memory is bounded. 0 sees all.",
-        default=0, off=0, number="int", minimum=0, lossless=False,
+        topic=LONG, default=0, off=0, number="int", minimum=0, lossless=False,
     )  # fmt: skip
     kv_sinks: int = toggle(
         "First tokens of a text that attention sees for ever; only with kv_window.",
-        default=4, off=4, number="int", minimum=0, maximum=4096, lossless=False,
+        topic=LONG, default=4, off=4, number="int", minimum=0, maximum=4096, lossless=False,
     )  # fmt: skip
     sparse_pages: int = toggle(
         "KV blocks that a token of an answer attends: the first, the last two, and those whose keys may match best; "
         "prompts attend all. 0 attends all, else at least 4.",
-        default=0, off=0, number="int", minimum=0, lossless=False,
+        topic=LONG, default=0, off=0, number="int", minimum=0, lossless=False,
     )  # fmt: skip
     scheduling_policy: str = toggle(
         "Who waits in which order: first come, first served, or the highest priority first, which then also takes the "
         "place of running requests of lower priority.",
-        default="fcfs", off="fcfs", choices=("fcfs", "priority"),
+        topic=LOAD, default="fcfs", off="fcfs", choices=("fcfs", "priority"),
     )  # fmt: skip
     max_passes: int = toggle(
         "How many shorter requests may go before one that must wait for KV blocks; 0 keeps the order of the queue.",
-        default=4, off=0, number="int", minimum=0, maximum=1024,
+        topic=LOAD, default=4, off=0, number="int", minimum=0, maximum=1024,
     )  # fmt: skip
     watermark: float = toggle(
         "Share of the KV blocks that a new request must leave free beside those who run; less waits in the pool, and "
         "fewer requests lose their blocks again.",
-        default=0.0, off=0.0, number="float", minimum=0.0, maximum=0.9,
+        topic=LOAD, default=0.0, off=0.0, number="float", minimum=0.0, maximum=0.9,
     )  # fmt: skip
     watermark_high: float = toggle(
         "The same share after the pool ran short, until so much is free; no more than watermark changes nothing.",
-        default=0.0, off=0.0, number="float", minimum=0.0, maximum=0.9,
+        topic=LOAD, default=0.0, off=0.0, number="float", minimum=0.0, maximum=0.9,
     )  # fmt: skip
     thermal_governor: str = toggle(
         "Do a little less before the card gets too hot: rest between steps (pace), take fewer requests at a time first "
         "(shrink), or rest first so that no result changes by a bit (precise).",
-        default="off", off="off", choices=("off", "pace", "shrink", "precise"),
+        topic=MACHINE, default="off", off="off", choices=("off", "pace", "shrink", "precise"),
     )  # fmt: skip
     preemption: str = toggle(
         "What becomes of a request that must give its KV blocks to another: its tokens are computed again, or its "
         "blocks are copied to host memory and back.",
-        default="recompute", off="recompute", choices=("recompute", "swap"),
+        topic=LOAD, default="recompute", off="recompute", choices=("recompute", "swap"),
     )  # fmt: skip
     max_waiting: int = toggle(
         "Most requests that wait; one more is refused at once and may be sent again later.",
-        default=1024, off=1024, number="int", minimum=1, maximum=1_000_000,
+        topic=LOAD, default=1024, off=1024, number="int", minimum=1, maximum=1_000_000,
     )  # fmt: skip
     max_waiting_tokens: int = toggle(
         "Most tokens of all requests that wait; a request that would exceed it is refused, unless nobody waits.",
-        default=1 << 20, off=1 << 20, number="int", minimum=1, maximum=1 << 40,
+        topic=LOAD, default=1 << 20, off=1 << 20, number="int", minimum=1, maximum=1 << 40,
     )  # fmt: skip
     speculative: str = toggle(
         "Guess the next tokens and verify them all in one step: ngram copies from the request's own text, draft asks a "
         "small model. Texts stay the same; it stops by itself where it does not pay.",
-        default="none", off="none", choices=("none", "ngram", "draft"),
+        topic=SPEED, default="none", off="none", choices=("none", "ngram", "draft"),
     )  # fmt: skip
     num_draft_tokens: int = toggle(
         "Most tokens that are guessed for a request in one step; fewer are where more would not pay.",
-        default=8, off=8, number="int", minimum=1, maximum=16,
+        topic=SPEED, default=8, off=8, number="int", minimum=1, maximum=16,
     )  # fmt: skip
     max_num_seqs: int = toggle(
-        "Most requests that run at the same time.", default=16, off=16, number="int", minimum=1, maximum=1024
-    )
+        "Most requests that run at the same time.",
+        topic=LOAD, default=16, off=16, number="int", minimum=1, maximum=1024,
+    )  # fmt: skip
     max_num_batched_tokens: int = toggle(
         "Most tokens in one step, prompt slices and decode tokens together; a longer prompt is sliced.",
-        default=512, off=512, number="int", minimum=1, maximum=131072,
+        topic=LOAD, default=512, off=512, number="int", minimum=1, maximum=131072,
     )  # fmt: skip
     gpu_memory_utilization: float = toggle(
         "Share of the device's memory that weights, KV cache and workspace may take together.",
-        default=0.9, off=0.9, number="float", minimum=0.05, maximum=1.0, cost="rebuild",
+        topic=MACHINE, default=0.9, off=0.9, number="float", minimum=0.05, maximum=1.0, cost="rebuild",
     )  # fmt: skip
     max_model_len: int | None = toggle(
         "Longest prompt plus output of one request, in tokens; None takes the model's own limit.",
-        default=None, off=None, number="int", minimum=2, cost="rebuild", optional=True,
+        topic=LONG, default=None, off=None, number="int", minimum=2, cost="rebuild", optional=True,
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ class Toggle:
 
     Attributes:
         name: field name, also the CLI flag (with dashes) and the widget label.
+        topic: what it is about, the heading that it stands under in the panel.
         doc: one sentence for help texts and tooltips.
         kind: "bool", "choice", "int" or "float".
         choices: legal values of a choice, off value first; empty for other kinds.
@@ -37,6 +38,7 @@ class Toggle:
     """
 
     name: str
+    topic: str
     doc: str
     kind: Literal["bool", "choice", "int", "float"]
     choices: tuple[str, ...]
@@ -82,6 +84,7 @@ def toggle(
     default: Any,
     off: Any,
     *,
+    topic: str,
     cost: str = "live",
     lossless: bool = True,
     choices: tuple[str, ...] = (),
@@ -92,8 +95,8 @@ def toggle(
 ) -> Any:
     """Declare a field of `Optimizations`; the arguments are the attributes of `Toggle`."""
     kind = "choice" if choices else (number or "bool")
-    meta = {"doc": doc, "kind": kind, "choices": choices, "minimum": minimum, "maximum": maximum, "off": off,
-            "cost": cost, "lossless": lossless, "optional": optional}  # fmt: skip
+    meta = {"topic": topic, "doc": doc, "kind": kind, "choices": choices, "minimum": minimum, "maximum": maximum,
+            "off": off, "cost": cost, "lossless": lossless, "optional": optional}  # fmt: skip
     return field(default=default, metadata={"toggle": meta})
 
 

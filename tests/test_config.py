@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from strata_lab.config import ALIASES, DEFAULT_MODEL, EngineConfig, Optimizations, engine_config, toggles
+from strata_lab.config import ALIASES, DEFAULT_MODEL, TOPICS, EngineConfig, Optimizations, engine_config, toggles
 from strata_lab.model_config import ModelConfig
 from strata_lab.settings import ConfigError, Toggle, check_names
 
@@ -50,6 +50,7 @@ def test_every_field_of_optimizations_is_a_toggle_in_order() -> None:
 
 @pytest.mark.parametrize("toggle", toggles(), ids=lambda t: t.name)
 def test_a_toggle_is_documented_and_its_own_values_are_legal(toggle: Toggle) -> None:
+    assert toggle.topic in TOPICS
     assert toggle.doc.endswith(".")
     assert len(toggle.doc) > 20
     assert toggle.kind in ("bool", "choice", "int", "float")

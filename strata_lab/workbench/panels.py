@@ -11,7 +11,7 @@ from typing import Any
 import ipywidgets
 
 from strata_lab.apply import ApplyReport, FieldResult
-from strata_lab.config import toggles
+from strata_lab.config import TOPICS, toggles
 from strata_lab.settings import Toggle
 from strata_lab.workbench.details import CausesDetail, Detail, Details, HardwareDetail, PoolDetail
 from strata_lab.workbench.drafts import DraftsDetail
@@ -133,13 +133,18 @@ def _drawer(detail: Detail) -> Any:
 
 
 def toggle_data(values: Mapping[str, Any], effects: Mapping[str, str]) -> list[dict[str, Any]]:
-    """One description per toggle, as `TogglePanel.toggles` takes it; without a value in force the default is shown."""
-    return [_toggle_data(toggle, values.get(toggle.name, toggle.default), effects) for toggle in toggles()]
+    """One description per toggle, topic by topic, as `TogglePanel.toggles` takes it.
+
+    Without a value in force the default is shown.
+    """
+    ordered = sorted(toggles(), key=lambda toggle: TOPICS.index(toggle.topic))
+    return [_toggle_data(toggle, values.get(toggle.name, toggle.default), effects) for toggle in ordered]
 
 
 def _toggle_data(toggle: Toggle, value: Any, effects: Mapping[str, str]) -> dict[str, Any]:
     return {
         "name": toggle.name,
+        "topic": toggle.topic,
         "doc": toggle.doc,
         "kind": toggle.kind,
         "choices": list(toggle.choices),

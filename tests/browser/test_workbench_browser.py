@@ -281,6 +281,9 @@ def test_every_control_changes_the_engine_or_is_refused_and_the_page_shows_which
     assert len(wanted) == int(in_kernel(lab, "len(wb.panels.toggles.toggles)")), "every control is among them"
     tried = {name: value for name, value in wanted.items() if value is not None}
     assert len(tried) >= 12
+    folded = panel.root.locator(".strata-toggle-panel details summary")
+    for topic in folded.all():
+        topic.click()
     shown = {name: panel.change(name, value) for name, value in tried.items()}
     code = "import json; a, o = wb.panels.toggles.answers, wb.engine.optimizations\n"
     code += f"print(json.dumps({{name: [a[name]['status'], getattr(o, name)] for name in {list(tried)}}}))"

@@ -1,13 +1,13 @@
 import assert from "node:assert/strict";
 import { beforeEach, test } from "node:test";
 import { FakeModel, installPage, show } from "./fake_page.js";
-import view, { explanation, lineOf, parseNumber, words } from "../strata_widgets/toggle_panel/view.js";
+import view, { changesOf, explanation, lineOf, parseNumber, words } from "../strata_widgets/toggle_panel/view.js";
 
-const common = { doc: "What it is.", choices: [], optional: false, cost: "live", lossless: true, effect: "What it does." };
+const common = { topic: "Speed", doc: "What it is.", choices: [], optional: false, cost: "live", lossless: true, effect: "What it does." };
 const GRAPH = { ...common, name: "cuda_graph", kind: "bool", value: true, default: true, off: false };
 const FORMAT = { ...common, name: "weight_format", kind: "choice", choices: ["bf16", "int4"], value: "bf16", default: null };
 Object.assign(FORMAT, { off: "bf16", cost: "rebuild", lossless: false });
-const SEQS = { ...common, name: "max_num_seqs", kind: "int", value: 16, default: 16, off: 16 };
+const SEQS = { ...common, name: "max_num_seqs", kind: "int", value: 16, default: 16, off: 16, topic: "Many requests" };
 
 let page;
 beforeEach(() => {
@@ -106,5 +106,19 @@ test("values, numbers and lines are put into words", () => {
   assert.equal(parseNumber("", { kind: "int", optional: true }), null);
   assert.equal(parseNumber("0.5", { kind: "float", optional: false }), 0.5);
   assert.deepEqual(lineOf(GRAPH, { busy: false }), { text: "switching to off …", tone: "busy" });
-  assert.equal(explanation(FORMAT)[1], "Changes the numbers, so tokens may differ. Default auto, off is bf16.");
+  assert.equal(explanation(FORMAT)[1], "Changes the numbers, so tokens may differ. Rebuilds weights or memory while the engine goes on, then swaps. Default auto, off is bf16.");
+});
+
+test("the first topic is always on the page, the others are folded and tell how many of theirs were changed", () => {
+  const { model, el } = open();
+  const [section, folded] = ["section", "details"].map((tag) => el.all((node) => node.tag === tag));
+  assert.equal(section.length, 1);
+  assert.match(section[0].textContent, /^Speed.*cuda_graph.*weight_format/);
+  assert.equal(folded.length, 1);
+  const summary = folded[0].find((node) => node.tag === "summary");
+  assert.equal(summary.textContent.trim(), "Many requests");
+  model.update({ toggles: [GRAPH, FORMAT, { ...SEQS, value: 8 }] });
+  page.paint();
+  assert.equal(summary.textContent, "Many requests 1 changed");
+  assert.equal(changesOf([FORMAT]), "", "what a model decides is no change");
 });

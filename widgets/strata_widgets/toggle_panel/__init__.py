@@ -18,9 +18,10 @@ class TogglePanel(StrataWidget):
     """One control per toggle.
 
     Traits:
-        toggles: one description per control, in order: `{name, doc, kind, choices, minimum, maximum, optional, cost,
-            lossless, off, default, value, effect}`. `value` is the value in force; `effect` says what the toggle does
-            on this machine, or why it has no effect. The rest is as in `strata_lab.config.Toggle`.
+        toggles: one description per control, in order: `{name, topic, doc, kind, choices, minimum, maximum, optional,
+            cost, lossless, off, default, value, effect}`. Those of the first topic are always on the page, the others
+            folded under the names of theirs. `value` is the value in force; `effect` says what the toggle does on this
+            machine, or why it has no effect. The rest is as in `strata_lab.config.Toggle`.
         busy: name to the value asked for, while the engine works on it.
         answers: name to the last answer, `{status, text, number}`; status is "applied", "rebuilt", "refused" or
             "unchanged"; `number` counts answers, the highest is the latest.

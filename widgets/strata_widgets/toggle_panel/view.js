@@ -1,10 +1,10 @@
 /** One control per toggle. A control shows the value in force; a click asks, and only the answer moves it. */
 import { freshId, h, painter, quiet, setText, wire } from "../_shared.js";
 
-const GROUPS = [
-  ["live", "Change between two steps"],
-  ["rebuild", "Rebuild weights or memory"],
-];
+const COSTS = {
+  live: "Changes between two steps.",
+  rebuild: "Rebuilds weights or memory while the engine goes on, then swaps.",
+};
 
 /** A value in words: on, off, auto, int4, 512. */
 export function words(value) {
@@ -32,10 +32,16 @@ export function lineOf(toggle, { asked, busy, answer, latest, local }) {
   return { text: toggle.effect, tone: "" };
 }
 
+/** "2 changed": how many have another value than their default, where they have one before a model is loaded. */
+export function changesOf(toggles) {
+  const changed = toggles.filter(({ value, default: usual }) => usual !== null && value !== usual).length;
+  return changed ? `${changed} changed` : "";
+}
+
 /** The full explanation, for the tooltip. */
 export function explanation(toggle) {
   const traits = [toggle.lossless ? "Same tokens either way." : "Changes the numbers, so tokens may differ."];
-  traits.push(`Default ${words(toggle.default)}, off is ${words(toggle.off)}.`);
+  traits.push(COSTS[toggle.cost], `Default ${words(toggle.default)}, off is ${words(toggle.off)}.`);
   return [toggle.doc, traits.join(" "), toggle.effect && `Here: ${toggle.effect}`].filter(Boolean);
 }
 
@@ -84,7 +90,8 @@ function row(toggle, ask, complain) {
   const line = h("p", { class: "line", id: `${id}-line` });
   const tip = h("div", { class: "s-tip", role: "tooltip", id: `${id}-tip` });
   const label = h("label", { for: id }, toggle.name);
-  const tag = h("span", { class: "lossy" }, toggle.lossless ? "" : "lossy");
+  const traits = [toggle.lossless ? "" : "lossy", toggle.cost === "rebuild" ? "rebuild" : ""].filter(Boolean);
+  const tag = h("span", { class: "traits" }, traits.join(", "));
   const node = h("div", { class: "row s-tipped" }, h("div", { class: "head" }, label, tag, input), line, tip);
   return { node, input, line, tip };
 }
@@ -107,6 +114,7 @@ function show({ node, input, line, tip }, toggle, status, usable) {
 function render({ model, el }) {
   el.classList.add("strata", "strata-toggle-panel");
   const rows = new Map();
+  const counts = new Map(); // topic -> how many of its toggles are not as they were delivered
   const asked = new Map(); // asked here, not yet seen by the kernel
   const local = new Map(); // what this page could refuse by itself
   const seen = new Map(); // number of the last answer shown, per toggle
@@ -116,28 +124,34 @@ function render({ model, el }) {
   el.setAttribute("aria-label", "Engine settings");
   el.append(groups, spoken);
 
+  function rowOf(toggle) {
+    const ask = (value) => {
+      local.delete(toggle.name);
+      asked.set(toggle.name, value);
+      model.send({ kind: "set", name: toggle.name, value });
+      paint.mark();
+    };
+    const complain = (text) => {
+      local.set(toggle.name, text);
+      setText(spoken, `${toggle.name}: ${text}`);
+      paint.mark();
+    };
+    return row(toggle, ask, complain);
+  }
+
+  /** The first topic is what people come for; the others are folded, and say whether something in them was changed. */
   function build(toggles) {
-    rows.clear();
-    const made = GROUPS.map(([cost, title]) => {
-      const members = toggles.filter((toggle) => toggle.cost === cost);
-      for (const toggle of members) {
-        const ask = (value) => {
-          local.delete(toggle.name);
-          asked.set(toggle.name, value);
-          model.send({ kind: "set", name: toggle.name, value });
-          paint.mark();
-        };
-        const complain = (text) => {
-          local.set(toggle.name, text);
-          setText(spoken, `${toggle.name}: ${text}`);
-          paint.mark();
-        };
-        rows.set(toggle.name, row(toggle, ask, complain));
-      }
+    for (const known of [rows, counts]) known.clear();
+    const topics = [...new Set(toggles.map((toggle) => toggle.topic))];
+    const made = topics.map((topic, i) => {
+      const members = toggles.filter((toggle) => toggle.topic === topic);
+      for (const toggle of members) rows.set(toggle.name, rowOf(toggle));
       const nodes = members.map((toggle) => rows.get(toggle.name).node);
-      return members.length ? [h("section", {}, h("h3", { class: "s-heading" }, title), ...nodes)] : [];
+      if (i === 0) return h("section", {}, h("h3", { class: "s-heading" }, topic), ...nodes);
+      counts.set(topic, h("span", { class: "count" }));
+      return h("details", {}, h("summary", { ...quiet, class: "s-heading" }, topic, " ", counts.get(topic)), ...nodes);
     });
-    groups.replaceChildren(...made.flat());
+    groups.replaceChildren(...made);
   }
 
   const paint = painter(() => {
@@ -154,6 +168,7 @@ function render({ model, el }) {
       show(rows.get(toggle.name), toggle, { ...status, local: local.get(toggle.name) }, enabled);
       seen.set(toggle.name, answer?.number);
     }
+    for (const [topic, node] of counts) setText(node, changesOf(toggles.filter((toggle) => toggle.topic === topic)));
   });
 
   const wired = wire(model);
