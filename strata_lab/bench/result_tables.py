@@ -1,9 +1,14 @@
-"""Tables of results for documents beside the README: records in, Markdown out. `readme_table.py` puts them there."""
+"""Tables of results for the documents: records in, Markdown out, and the record whose conditions hold for the table.
+
+`readme_table.py` puts them there; those of GPUs are `gpu_tables.py`'s.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from strata_lab.bench.speculation_report import acceptance, by_workload, net_records, sizes, verdict_lines
 
 Rec = Mapping[str, Any]
 PARTS = {  # of `overload.py`: what a reader wants to know of each
@@ -15,6 +20,12 @@ PARTS = {  # of `overload.py`: what a reader wants to know of each
 }
 AFTER = {"recovery_s": "the same storm, after its end: seconds until a first token takes no more than twice its time"}
 BAR = "bar_"
+
+
+def spread(record: Rec) -> str:
+    """Slowest and fastest run and how many there were."""
+    s = record["spread"]
+    return f"{s['min']:.1f} to {s['max']:.1f} (n={s['runs']})" if s else ""
 
 
 def long_context_table(records: Sequence[Rec]) -> tuple[str, Rec]:
@@ -132,3 +143,55 @@ def leak_table(records: Sequence[Rec]) -> tuple[str, Rec]:
         form = ".1f" if name.endswith("_mb") else ".0f"
         lines.append(f"| {name.replace('_', ' ')} | {first:{form}} | {last:{form}} | {change:+.2f} |")
     return "\n".join(lines), records[0]
+
+
+def quality_table(records: Sequence[Rec]) -> tuple[str, Rec]:
+    """What each format and method costs in perplexity and KL, on two texts."""
+    lines = ["| method | format | perplexity, our text | perplexity, unseen text | mean KL, unseen | top-1, unseen |"]
+    lines.append("|---|---|---:|---:|---:|---:|")
+    for r in records:
+        c, m = r["conditions"], r["metrics"]
+        lines.append(
+            f"| {c['method']} | {c['weights']} {c['granularity']} | {m['evaluation_relative']:+.2%} | "
+            f"{m['unseen_relative']:+.2%} | {m['unseen_kl']:.4f} | {m['unseen_top1']:.1%} |"
+        )
+    m, model = records[0]["metrics"], records[0]["conditions"]["model"]
+    note = (
+        f"{model} beside what its file stores (which is 4 bits already), {m['evaluation_tokens']} tokens of the text "
+        f"on which the methods were developed and {m['unseen_tokens']} of another; embedding and head as stored. "
+        '"kv" rounds keys and values only.'
+    )
+    return "\n".join([note, "", *lines]), records[0]
+
+
+def speculation_bars(records: Sequence[Rec]) -> tuple[str, Rec]:
+    """What was asked of drafts and what came out."""
+    return "\n".join(f"- {line}" for line in verdict_lines(records)), net_records(records)[0]
+
+
+def speculation_table(records: Sequence[Rec]) -> tuple[str, Rec]:
+    """Speed with drafts over that without, by text and batch size, and the bars."""
+    batches = sizes(records)
+    heads = [
+        "text",
+        "task",
+        "tok/s alone",
+        *(f"x{batch}" for batch in batches),
+        "tokens per step",
+        "accepted by place, %",
+    ]
+    lines = ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 2)]
+    for (_, workload), cells in by_workload(records).items():
+        first = cells[min(cells)]
+        m = first["metrics"]
+        nets = [f"{cells[batch]['metrics']['net']:.2f}" if batch in cells else "" for batch in batches]
+        figures = [f"{m['plain_tok_s']:.0f} to {m['output_tok_s']:.0f}", *nets, f"{m['tokens_per_step']:.2f}"]
+        lines.append("| " + " | ".join([workload, first["conditions"]["task"], *figures, acceptance(first)]) + " |")
+    c = next(iter(by_workload(records).values()))[batches[0]]["conditions"]
+    note = (
+        f"{c['model']}, {c['drafter']} drafts, up to {c['num_draft_tokens']} per step as the policy sees fit; tokens "
+        "per second over those of the same texts without drafts, so many together. Behind a place that is named: where "
+        "its figure lies with 95%."
+    )
+    bars, first = speculation_bars(records)
+    return "\n".join([note, "", *lines, "", bars]), first

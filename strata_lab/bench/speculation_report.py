@@ -104,15 +104,15 @@ def verdict_lines(records: Sequence[Rec]) -> Iterator[str]:
         copying = [r["metrics"]["net"] for r in nets if r["conditions"]["copies"] and r["conditions"]["batch"] == 1]
         if copying:
             mean = math.prod(copying) ** (1 / len(copying))
-            yield _verdict(f"texts that copy, alone: at least {COPIES[gpu]}", f"{mean:.2f}", mean >= COPIES[gpu])
+            yield _verdict(f"texts that copy, alone, {COPIES[gpu]} times", f"{mean:.2f}", mean >= COPIES[gpu])
         found: dict[str, list[Rec]] = {"missed": [], "undecided": [], "reached": []}
         for r in nets:
             found[against_floor(r)].append(r)
-        counts = f"{len(found['reached'])} of {len(nets)} places surely not"
+        counts = f"{len(found['reached'])} of {len(nets)} places surely"
         missed = ", ".join(map(_place, found["missed"]))
         sure = "" if missed or not found["undecided"] else "not shown for all; "
         yield _verdict(
-            f"nowhere below {FLOOR}", f"{sure}{counts}" + (f"; below: {missed}" if missed else ""),
+            f"everywhere at least {FLOOR} times", f"{sure}{counts}" + (f"; below: {missed}" if missed else ""),
             not found["missed"] and not found["undecided"],
         )  # fmt: skip
         if found["undecided"]:
