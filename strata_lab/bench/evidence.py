@@ -27,6 +27,7 @@ OUTPUT_TOKENS = 160
 RUNS = 3
 REPLAYS = 40
 TTFT_PROMPTS = (512, 2048, 8192)
+FIRST_TOKEN_WARM_UP, FIRST_TOKEN_RUNS = 3, 7
 MAX_PROMPT_TOKENS = 40_000  # of all requests of a run together: beyond that only the bare step is measured
 SLACK_TOKENS = 1024  # room behind the context for what is generated
 
@@ -63,13 +64,17 @@ def cells(
 
 
 def first_tokens(engine: Any, environment: Environment, prompts: Sequence[int], runs: int) -> Record:
-    """Time to first token of one request alone, by prompt length."""
-    metrics: dict[str, float] = {}
+    """Time to first token of one request alone, by prompt length: the median, and all of them in their order."""
+    metrics: dict[str, Any] = {}
+    every: dict[str, list[float]] = {}
     opt = engine.optimizations
     for tokens in prompts:
         workload = Workload("prompt", "one prompt", tokens, (4,))
-        run(engine, workload)  # compiles
-        metrics[f"ttft_ms_{tokens}"] = statistics.median(run(engine, workload).ttft_ms for _ in range(runs))
+        for _ in range(FIRST_TOKEN_WARM_UP):  # compiles, then captures
+            run(engine, workload)
+        every[str(tokens)] = [run(engine, workload).ttft_ms for _ in range(max(runs, FIRST_TOKEN_RUNS))]
+        metrics[f"ttft_ms_{tokens}"] = statistics.median(every[str(tokens)])
+    metrics["every_ms"] = every
     conditions = {
         "model": engine.config.model, "weight_format": opt.weight_format, "kv_cache_dtype": opt.kv_cache_dtype,
         "batch": 1, "toggles": opt.as_dict(),
@@ -172,7 +177,14 @@ def row(record: Record) -> str:
     c, m = record.conditions, record.metrics
     head = f"{c['model']:22} {c['weight_format']:5} kv {c['kv_cache_dtype']:5} batch {c['batch']:3}"
     if record.name == "ttft":
-        return head + "  time to first token: " + ", ".join(f"{k[8:]} tokens {v:.1f} ms" for k, v in m.items())
+        return (
+            head
+            + "  time to first token: "
+            + ", ".join(
+                f"{tokens} tokens {m[f'ttft_ms_{tokens}']:.1f} ms ({min(ms):.1f} to {max(ms):.1f})"
+                for tokens, ms in m["every_ms"].items()
+            )
+        )
     api = "" if "output_tok_s" not in m else f"  API {m['output_tok_s']:8.1f} tok/s = {m['share_of_raw']:.1%} of bare"
     return (
         f"{head} context {c['context']:6}  bare {m['raw_tok_s']:8.1f} tok/s {m['step_ms']:.3f} ms "

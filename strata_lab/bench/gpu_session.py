@@ -60,13 +60,22 @@ def stages(folder: Path, size: float, scale: float) -> list[Stage]:
     bench("sweep-linear", "sweep_linear", 180, *wide, "--seconds", "120", "--json", linear)
     bench("fixed-costs", "fixed_costs", 180, "--results", out)
     for name, weights, batches in ((MIXTURE, "fp8 int8 int4", "1 4 8 16"), (DENSE, "int8 int4", "8 16")):
-        cells = ("--weights", *weights.split(), "--batch", *batches.split(), "--prompts", "--name", f"evidence-{name}")
+        cells = ("--weights", *weights.split(), "--batch", *batches.split(), "--name", f"evidence-{name}")
         bench(f"evidence-{name}", "evidence", 400, "--model", name + shrunk, *cells, "--results", out)
     for letter, name in CLIMBS.items():
         workload = ("--model", name + shrunk, "--workload", letter, "--scale", f"{scale:g}", "--rounds", "1")
         written = ("--results", f"{out}/climb-{letter}.json", "--html", f"{out}/climb-{letter}.html")
         bench(f"climb-{letter}", "climb", 400, *workload, *written)
-    bench("interference", "interference", 200, "--model", MIXTURE + shrunk, "--weights", "fp8", "--results", out)
+    fp8 = ("--model", MIXTURE + shrunk, "--weights", "fp8")
+    bench("interference", "interference", 200, *fp8, "--results", out)
+    bench("overload", "overload", 300, *fp8, "--seconds", "8", "--results", out)
+    bench("stress", "stress", 150, "--device", "cuda", "--seconds", "60", "--results", out)
+    pages = ("--part", "speed", "--device", "cuda", "--speed-length", "8000")  # the default model from here on
+    bench("pages", "long_context", 200, *pages, "--results", out)
+    for drafter in ("ngram", "draft"):
+        guesses = ("--drafter", drafter, "--device", "cuda", "--batches", "1,4", "--place-s", "4", "--tokens", "256")
+        kept = ("--limit-s", "330", "--name", "speculation_gpu", "--results", out)
+        bench(f"speculation-{drafter}", "speculation", 400, *guesses, *kept)
     return found
 
 

@@ -19,7 +19,7 @@ def gpu_summary(records: Sequence[Rec]) -> tuple[str, Rec]:
         c = r["conditions"]
         if c["context"] == shortest:
             rows.setdefault((c["model"], c["weight_format"]), {})[c["batch"]] = r
-    lengths = [k.removeprefix("ttft_ms_") for k in next(iter(first.values()))["metrics"]][:2]
+    lengths = _lengths(next(iter(first.values())))[:2]
     heads = ["model", "weights", "one stream", "% of roofline", *(f"{n} streams in total" for n in batches[1:])]
     heads += [f"first token after {n}, ms" for n in lengths]
     lines = ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 2)]
@@ -65,6 +65,10 @@ def gpu_table(records: Sequence[Rec]) -> tuple[str, Rec]:
     return "\n".join([note, "", *lines, "", _first_tokens(records)]), records[0]
 
 
+def _lengths(record: Rec) -> list[str]:
+    return [key.removeprefix("ttft_ms_") for key in record["metrics"] if key.startswith("ttft_ms_")]
+
+
 def _by_format(record: Rec) -> tuple[str, int]:
     return record["conditions"]["model"], WEIGHT_FORMATS.index(record["conditions"]["weight_format"])
 
@@ -86,7 +90,7 @@ def _first_tokens(records: Sequence[Rec]) -> str:
         key = (c["model"], c["weight_format"])
         peak[key] = max(peak.get(key, 0.0), r["metrics"].get("peak_memory_gb", 0.0))
     first = sorted((r for r in records if r["name"] == "ttft"), key=_by_format)
-    lengths = [k.removeprefix("ttft_ms_") for k in first[0]["metrics"]]
+    lengths = _lengths(first[0])
     lines = [
         "| model | weights | " + " | ".join(f"first token after {n}, ms" for n in lengths) + " | peak memory, GiB |"
     ]
