@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from strata_lab.config import toggles
+from strata_lab.config import TOPICS, toggles
 from strata_lab.events import EventLog, ProgressEvent, StepEvent, TokenEvent
 from strata_lab.sampling_params import RequestError
 from strata_lab.settings import ConfigError
@@ -177,7 +177,9 @@ def test_a_stream_slower_than_the_window_still_has_a_speed() -> None:
 
 
 def test_every_toggle_of_the_config_has_a_control(bench: Workbench) -> None:
-    assert [toggle["name"] for toggle in bench.panels.toggles.toggles] == [toggle.name for toggle in toggles()]
+    shown = bench.panels.toggles.toggles
+    assert sorted(toggle["name"] for toggle in shown) == sorted(toggle.name for toggle in toggles())
+    assert list(dict.fromkeys(toggle["topic"] for toggle in shown)) == list(TOPICS)
 
 
 def test_a_click_changes_the_engine_and_marks_the_chart(bench: Workbench, engine: FakeEngine) -> None:

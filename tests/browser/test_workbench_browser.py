@@ -83,6 +83,13 @@ class Panel:
     def field(self, name: str) -> Any:
         return self.root.get_by_label(name, exact=True)
 
+    def unfold(self) -> None:
+        """Show the controls of all topics, by keyboard."""
+        folded = self.root.locator(".strata-toggle-panel details:not([open])")
+        for _ in range(folded.count()):
+            folded.first.locator("summary").press("Enter")
+        folded.first.wait_for(state="detached", timeout=PATIENCE_MS)
+
     def line(self, name: str) -> Any:
         return self.root.locator(".row").filter(has=self.lab.page.get_by_label(name, exact=True)).locator(".line")
 
@@ -168,6 +175,7 @@ def test_a_click_while_tokens_stream_changes_the_engine_within_a_second(lab: Lab
 
 
 def test_a_refused_value_snaps_back_and_the_reason_is_shown(lab: LabPage, panel: Panel) -> None:
+    panel.unfold()
     field = panel.field("max_model_len")
     before = field.input_value()
     field.fill("99999999")
@@ -281,9 +289,7 @@ def test_every_control_changes_the_engine_or_is_refused_and_the_page_shows_which
     assert len(wanted) == int(in_kernel(lab, "len(wb.panels.toggles.toggles)")), "every control is among them"
     tried = {name: value for name, value in wanted.items() if value is not None}
     assert len(tried) >= 12
-    folded = panel.root.locator(".strata-toggle-panel details summary")
-    for topic in folded.all():
-        topic.click()
+    panel.unfold()
     shown = {name: panel.change(name, value) for name, value in tried.items()}
     code = "import json; a, o = wb.panels.toggles.answers, wb.engine.optimizations\n"
     code += f"print(json.dumps({{name: [a[name]['status'], getattr(o, name)] for name in {list(tried)}}}))"
@@ -336,6 +342,7 @@ def test_axe_finds_nothing_in_either_theme_with_every_panel_open(lab: LabPage, p
 def test_every_control_of_every_panel_is_reached_by_tab_and_set_by_keys(lab: LabPage, panel: Panel) -> None:
     assert lab.ask("wb.open(*wb.panels.details.all)") == ""
     panel.root.locator(".strata-quality-chart canvas").first.wait_for(timeout=PATIENCE_MS)
+    panel.unfold()
     keyboard, most = lab.page.keyboard, panel.root.evaluate(WATCH_FOCUS)
     assert most > 30
     for _ in range(most + 10):
