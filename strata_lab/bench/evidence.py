@@ -177,14 +177,11 @@ def row(record: Record) -> str:
     c, m = record.conditions, record.metrics
     head = f"{c['model']:22} {c['weight_format']:5} kv {c['kv_cache_dtype']:5} batch {c['batch']:3}"
     if record.name == "ttft":
-        return (
-            head
-            + "  time to first token: "
-            + ", ".join(
-                f"{tokens} tokens {m[f'ttft_ms_{tokens}']:.1f} ms ({min(ms):.1f} to {max(ms):.1f})"
-                for tokens, ms in m["every_ms"].items()
-            )
+        waits = (
+            f"{tokens} tokens {m[f'ttft_ms_{tokens}']:.1f} ms ({min(ms):.1f} to {max(ms):.1f})"
+            for tokens, ms in m["every_ms"].items()
         )
+        return f"{head}  time to first token: {', '.join(waits)}"
     api = "" if "output_tok_s" not in m else f"  API {m['output_tok_s']:8.1f} tok/s = {m['share_of_raw']:.1%} of bare"
     return (
         f"{head} context {c['context']:6}  bare {m['raw_tok_s']:8.1f} tok/s {m['step_ms']:.3f} ms "
