@@ -7,9 +7,9 @@ import statistics
 import pytest
 import torch
 
-from strata_lab.bench import fixed_costs
+from strata_lab.bench import fixed_costs, sweep_linear
 from strata_lab.bench.harness import Environment
-from strata_lab.bench.linear_candidates import PRODUCTS
+from strata_lab.bench.linear_candidates import PRODUCTS, Product
 
 FIXED_US, GB_S = 3.0, 4000.0
 HERE = Environment({"cpu": "test"}, {"python": "3"}, "2026-01-01", "abc")
@@ -42,7 +42,7 @@ def test_a_record_holds_every_point_and_its_line_reads_as_it_is(monkeypatch: pyt
     monkeypatch.setattr(fixed_costs, "timed", timed)
     costs = type("Costs", (), {"dependent_us": 0.5})()
     monkeypatch.setattr(fixed_costs, "launch_costs", lambda device: costs)
-    monkeypatch.setattr(fixed_costs, "coded", lambda product, fmt, device: 1.25)
+    monkeypatch.setattr(fixed_costs, "coded", lambda product, fmt, device: 1.25 if fmt == "int4g128" else None)
     product = next(p for p in PRODUCTS if p.name == "o")
     record = fixed_costs.measure(product, "fp8", 1, torch.device("cpu"), HERE)
     m = record.metrics
@@ -53,6 +53,26 @@ def test_a_record_holds_every_point_and_its_line_reads_as_it_is(monkeypatch: pyt
     assert m["bare_us"] == pytest.approx(m["us"] - 1)
     assert len(m["points"]) == len(fixed_costs.SIZES)
     assert "3.00 of them whatever its size, then  4000 GB/s" in fixed_costs.row(record)
+
+
+@pytest.mark.parametrize("product", [Product("in", 64, 512, norm=True, gated=True), Product("out", 64, 512)])
+@pytest.mark.parametrize("fmt", ["fp8", "int8row", "int4g128"])
+def test_what_is_timed_is_the_product_that_the_model_calls(product: Product, fmt: str, monkeypatch) -> None:
+    pytest.importorskip("triton")
+    ran: list[torch.Tensor | None] = []
+
+    def once(sets, run, device):
+        ran.append(run(sets[0]))
+        return 1.0
+
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(fixed_costs, "time_over", once)
+    monkeypatch.setattr(
+        fixed_costs, "_made", lambda p, f, tokens, device: sweep_linear.inputs_and_sets(p, f, tokens, 1000, device)
+    )
+    assert fixed_costs.timed(product, fmt, 1, cpu)[0] > 0 and fixed_costs.timed(product, fmt, 1, cpu, bare=True)[1] == 1
+    assert [None if y is None else y.shape for y in ran] == [(1, 32 if product.gated else 64), (1, 64)]
+    assert fixed_costs.coded(product, fmt, cpu) == (1.0 if fmt == "int4g128" else None), "of the others x has no codes"
 
 
 def test_where_there_is_no_card_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

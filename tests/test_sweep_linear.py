@@ -70,7 +70,7 @@ def test_what_is_named_first_is_tried_first() -> None:
 def test_candidates_are_checked_against_the_definition(fmt: str) -> None:
     """The very check that a card makes, with a right product and a wrong one."""
     task = Task(SMALL, fmt, 2, gemv_mma_config.MmaConfig(2, 2, 1))
-    inputs, sets, expected = sweep_linear.prepared(task, 1000, torch.device("cpu"))
+    inputs, sets, expected = sweep_linear._prepared(task, 1000, torch.device("cpu"))
     assert len(sets) >= 2
     assert all(s.nbytes == sets[0].nbytes and s.data.data_ptr() != sets[0].data.data_ptr() for s in sets[1:])
     result = sweep_linear.call(task.product, inputs, sets[0], task.config)

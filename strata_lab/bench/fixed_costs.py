@@ -23,15 +23,16 @@ from typing import Any
 import torch
 
 from strata_lab.bench.harness import Environment, Record, Spread, write_results
-from strata_lab.bench.linear_candidates import FORMATS, PRODUCTS, Product, Task
-from strata_lab.bench.sweep_linear import MIN_CALLS, call, prepared
+from strata_lab.bench.linear_candidates import FORMATS, PRODUCTS, Product
+from strata_lab.bench.sweep_linear import call, inputs_and_sets, time_over
 from strata_lab.kernels.gpu import gemv_int
-from strata_lab.telemetry.ceilings import launch_costs, median_us
+from strata_lab.quant.base import LinearWeight
+from strata_lab.telemetry.ceilings import launch_costs
 
 SCRIPT = "python -m strata_lab.bench.fixed_costs"
 SIZES = (0.25, 0.5, 1.0, 1.5, 2.0)  # of a product's outputs
 ROUNDED = 256  # outputs
-GEOMETRIES = ("qkv-moe", "qkv-dense", "o", "gate-up", "down")
+GEOMETRIES = tuple(product.name for product in PRODUCTS if not product.head)
 
 
 @dataclass(frozen=True)
@@ -63,27 +64,29 @@ def sized(product: Product, size: float) -> Product:
 
 def timed(product: Product, fmt: str, tokens: int, device: torch.device, *, bare: bool = False) -> tuple[int, float]:
     """Bytes of a product's weight, and microseconds of a call."""
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    inputs, sets, _ = prepared(Task(product, fmt, tokens, None), cache, device)
+    inputs, sets = _made(product, fmt, tokens, device)
     if bare:
         inputs = {"x": inputs["x"]}
-    count = max(MIN_CALLS, len(sets))
-    calls = [partial(call, product, inputs, sets[i % len(sets)], None) for i in range(count)]
-    return sets[0].nbytes, median_us(calls, device)
+    return sets[0].nbytes, time_over(sets, partial(call, product, inputs, config=None), device)
 
 
-def coded(product: Product, fmt: str, device: torch.device) -> float:
-    """Microseconds of a call with integers for one token whose x is in codes already."""
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    inputs, sets, expected = prepared(Task(product, fmt, 1, None), cache, device)
+def coded(product: Product, fmt: str, device: torch.device) -> float | None:
+    """Microseconds of a call for one token whose x is in codes already; None where x is not cut into codes."""
+    inputs, sets = _made(product, fmt, 1, device)
+    if not gemv_int.supports(inputs["x"], sets[0]):
+        return None
     x, norm, eps = inputs["x"], inputs.get("norm_weight"), inputs.get("norm_eps", 0.0)
     residual, gated = inputs.get("residual"), inputs.get("silu_mul", False)
-    codes, out = gemv_int.codes_of(x, norm, eps), torch.empty_like(expected, dtype=x.dtype)
-    calls = [
-        partial(gemv_int.gemv_int, x, sets[i % len(sets)], None, norm, eps, residual, gated, out, codes=codes)
-        for i in range(max(MIN_CALLS, len(sets)))
-    ]
-    return median_us(calls, device)
+    codes, out = gemv_int.codes_of(x, norm, eps), x.new_empty(1, product.n // 2 if gated else product.n)
+
+    def run(weight: LinearWeight) -> None:
+        gemv_int.gemv_int(x, weight, None, norm, eps, residual, gated, out, codes=codes)
+
+    return time_over(sets, run, device)
+
+
+def _made(product: Product, fmt: str, tokens: int, device: torch.device) -> tuple[dict[str, Any], list[LinearWeight]]:
+    return inputs_and_sets(product, fmt, tokens, torch.cuda.get_device_properties(device).L2_cache_size, device)
 
 
 def measure(product: Product, fmt: str, tokens: int, device: torch.device, environment: Environment) -> Record:
@@ -98,7 +101,7 @@ def measure(product: Product, fmt: str, tokens: int, device: torch.device, envir
         "us": whole[1],
         "fixed_share": found.fixed_us / whole[1],
         "bare_us": timed(product, fmt, tokens, device, bare=True)[1],
-        "coded_us": coded(product, fmt, device) if tokens == 1 and fmt.startswith("int") else None,
+        "coded_us": coded(product, fmt, device) if tokens == 1 else None,
         "launch_dependent_us": launch_costs(device).dependent_us,
         "points": [{"nbytes": nbytes, "us": us} for nbytes, us in points],
     }

@@ -19,9 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -165,7 +166,7 @@ def measure(every: Sequence[Task], folder: Path, deadline: float, device: torch.
                 return
             if task.group != group:
                 made = None
-                group, made = task.group, prepared(task, cache, device)
+                group, made = task.group, _prepared(task, cache, device)
             assert made is not None
             inputs, sets, expected = made
             _line(log, json.dumps({"begun": number}))
@@ -173,9 +174,7 @@ def measure(every: Sequence[Task], folder: Path, deadline: float, device: torch.
             try:
                 problem = wrong(call(task.product, inputs, sets[0], task.config), expected)
                 if problem is None:
-                    count = max(MIN_CALLS, len(sets))
-                    calls = [_bound(task, inputs, sets[i % len(sets)]) for i in range(count)]
-                    us = median_us(calls, device)
+                    us = time_over(sets, partial(call, task.product, inputs, config=task.config), device)
             except Exception as error:
                 problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
                 fatal = error if "CUDA" in str(error) else None  # later calls in this process would fail as well
@@ -190,19 +189,25 @@ def _line(log: TextIO, text: str) -> None:
     log.flush()
 
 
-def _bound(task: Task, inputs: dict[str, Any], weight: LinearWeight) -> Any:
-    return lambda: call(task.product, inputs, weight, task.config)
+def time_over(sets: Sequence[LinearWeight], run: Callable[[LinearWeight], object], device: torch.device) -> float:
+    """Microseconds of `run(weight)`, the weights in turn, so that none comes from the cache."""
+    return median_us([partial(run, sets[i % len(sets)]) for i in range(max(MIN_CALLS, len(sets)))], device)
 
 
-def prepared(task: Task, cache: int, device: torch.device) -> tuple[dict[str, Any], list[LinearWeight], Tensor]:
-    """A product's inputs, sets of weights that exceed a cache of that many bytes, and what comes out of the first."""
-    product = task.product
-    weight = random_weight(task.fmt, product.n, product.k, device)
+def inputs_and_sets(
+    product: Product, fmt: str, tokens: int, cache: int, device: torch.device
+) -> tuple[dict[str, Any], list[LinearWeight]]:
+    """What goes into a product, and equal weights that together exceed a cache of that many bytes."""
+    weight = random_weight(fmt, product.n, product.k, device)
     count = max(2, -(-CACHES_BEYOND * cache // weight.nbytes))
     sets = [weight, *(_copy(weight) for _ in range(count - 1))]
-    inputs = _inputs(product, task.tokens, product.n, device)
+    return _inputs(product, tokens, product.n, device), sets
+
+
+def _prepared(task: Task, cache: int, device: torch.device) -> tuple[dict[str, Any], list[LinearWeight], Tensor]:
+    inputs, sets = inputs_and_sets(task.product, task.fmt, task.tokens, cache, device)
     exact: dict[str, Any] = {k: v.float() if isinstance(v, Tensor) else v for k, v in inputs.items()}
-    return inputs, sets, linear_ref(**exact, weight=exact_weight(weight))
+    return inputs, sets, linear_ref(**exact, weight=exact_weight(sets[0]))
 
 
 def _copy(weight: LinearWeight) -> LinearWeight:
