@@ -182,6 +182,11 @@ def toggles() -> tuple[Toggle, ...]:
     )
 
 
+def toggles_by_topic() -> dict[str, list[Toggle]]:
+    """The same under their topics, in the order of `TOPICS`."""
+    return {topic: [toggle for toggle in toggles() if toggle.topic == topic] for topic in TOPICS}
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """What is fixed for the life of one engine.

@@ -28,7 +28,7 @@ from strata_lab.bench.result_tables import (
     speculation_table,
     spread,
 )
-from strata_lab.config import TOPICS, toggles
+from strata_lab.config import toggles_by_topic
 from strata_lab.explain import explain
 
 RESULTS = REPOSITORY / "docs" / "results"
@@ -98,10 +98,10 @@ def toggle_tables() -> str:
     """Every toggle by topic, with what it does on each kind of device."""
     on_cpu, on_cuda = explain("cpu"), explain("cuda")
     lines: list[str] = []
-    for topic in TOPICS:
+    for topic, members in toggles_by_topic().items():
         lines += [f"### {topic}", "", "| toggle | off, default | change | same tokens | on a CPU | on a CUDA GPU |"]
         lines.append("|---|---|---|---|---|---|")
-        for t in (t for t in toggles() if t.topic == topic):
+        for t in members:
             values, tokens = f"`{t.off}`, `{t.default}`", "yes" if t.lossless else "no"
             cpu, cuda = on_cpu[t.name], "the same" if on_cuda[t.name] == on_cpu[t.name] else on_cuda[t.name]
             lines.append(f"| `{t.name}` | {values} | {t.cost} | {tokens} | {cpu} | {cuda} |")
@@ -112,8 +112,8 @@ def toggle_tables() -> str:
 def toggle_names() -> str:
     """Every toggle's name by topic."""
     lines = ["| topic | toggles |", "|---|---|"]
-    for topic in TOPICS:
-        lines.append(f"| {topic} | {' '.join(f'`{t.name}`' for t in toggles() if t.topic == topic)} |")
+    for topic, members in toggles_by_topic().items():
+        lines.append(f"| {topic} | {' '.join(f'`{t.name}`' for t in members)} |")
     return "\n".join(lines)
 
 

@@ -5,13 +5,14 @@ Nothing here decides when to push, and nothing here knows a toggle by name: the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import ipywidgets
 
 from strata_lab.apply import ApplyReport, FieldResult
-from strata_lab.config import TOPICS, toggles
+from strata_lab.config import toggles_by_topic
 from strata_lab.settings import Toggle
 from strata_lab.workbench.details import CausesDetail, Detail, Details, HardwareDetail, PoolDetail
 from strata_lab.workbench.drafts import DraftsDetail
@@ -137,7 +138,7 @@ def toggle_data(values: Mapping[str, Any], effects: Mapping[str, str]) -> list[d
 
     Without a value in force the default is shown.
     """
-    ordered = sorted(toggles(), key=lambda toggle: TOPICS.index(toggle.topic))
+    ordered = itertools.chain.from_iterable(toggles_by_topic().values())
     return [_toggle_data(toggle, values.get(toggle.name, toggle.default), effects) for toggle in ordered]
 
 

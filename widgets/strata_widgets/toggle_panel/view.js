@@ -141,7 +141,8 @@ function render({ model, el }) {
 
   /** The first topic is what people come for; the others are folded, and say whether something in them was changed. */
   function build(toggles) {
-    for (const known of [rows, counts]) known.clear();
+    rows.clear();
+    counts.clear();
     const topics = [...new Set(toggles.map((toggle) => toggle.topic))];
     const made = topics.map((topic, i) => {
       const members = toggles.filter((toggle) => toggle.topic === topic);
