@@ -804,6 +804,7 @@ def test_axes_have_few_round_ticks_and_reach_the_top(top: float) -> None:
 
 def test_numbers_keep_three_digits() -> None:
     assert [number(v) for v in (58, 1.234, 12.34, 123.4, 1234.5)] == ["58", "1.23", "12.3", "123", "1234"]
+    assert [number(v) for v in (99.97, 99.94, 9.996, 9.99)] == ["100", "99.9", "10.0", "9.99"], "after rounding"
 
 
 # -- peers ------------------------------------------------------------------------------------------------------------

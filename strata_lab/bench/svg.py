@@ -61,10 +61,10 @@ def nice_ticks(top: float) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Three significant digits, no exponent; a whole number as it is."""
-    if value >= 100 or float(value).is_integer():
+    """Three significant digits, no exponent; a whole number as it is, and what rounds to 100 as 100 is shown."""
+    if value >= 99.95 or float(value).is_integer():
         return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
 def columns(title: str, unit: str, data: Sequence[Column]) -> str:
