@@ -215,7 +215,11 @@ class Builder(Resolver):
     def _lane(self, resolved: Optimizations, weights: ModelWeights, kv: KVCache) -> PrefillLane | None:
         if self.device.type != "cuda":
             return None
-        return PrefillLane(self._plain(self._eager(resolved, weights, kv)), self.device)
+        eager = self._eager(resolved, weights, kv)
+        captured = resolved.cuda_graph and not self.why_not_captured()
+        return PrefillLane(
+            lambda stream: self._plain(CapturedStep(eager, CudaRecorder(stream)) if captured else eager), self.device
+        )
 
     def _eager(self, resolved: Optimizations, weights: ModelWeights, kv: KVCache) -> EagerStep:
         ops = bind(self.backend, self.swapped, invariant=resolved.batch_invariant)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -30,7 +31,7 @@ class PrefillLane:
     """Runs one batch of prompt slices at a time.
 
     Args:
-        runner: for prompts; its sampler is used by this lane only.
+        runner_on: makes the runner for prompts, given the lane's stream; both are used by this lane only.
         device: on a CPU there is no second stream, and the lane is a thread (for tests).
 
     Attributes:
@@ -43,14 +44,14 @@ class PrefillLane:
     submitted_s: float
     multiprocessors: int | None = None
 
-    def __init__(self, runner: Runner, device: torch.device) -> None:
-        self.runner = runner
+    def __init__(self, runner_on: Callable[[torch.cuda.Stream | None], Runner], device: torch.device) -> None:
         self._part: Any = None
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._part, self._stream = _own_stream(device)
         if self._part is not None:
             self.multiprocessors = lane_multiprocessors(device)
+        self.runner = runner_on(self._stream)
         self._pool = ThreadPoolExecutor(1, "strata-prefill")
         self._future: Future[StepResult] | None = None
 

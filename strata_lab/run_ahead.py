@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from strata_lab.batch import ScheduledBatch, ScheduledRequest
+from strata_lab.capture import MIN_TABLE_WIDTH, Recorder, captured_width, free_bytes
 from strata_lab.device_sampling import DecodeState, DeviceSampling, fill
-from strata_lab.graph_runner import MIN_TABLE_WIDTH, Recorder, captured_width, free_bytes
 from strata_lab.request import Request
 from strata_lab.runner import EagerStep, Runner, StepInputs, StepResult
 from strata_lab.sampler import SampledTokens

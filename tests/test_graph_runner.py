@@ -117,6 +117,51 @@ def test_rows_that_stand_as_requests_get_the_logits_of_their_windows(engine, fus
     assert len(captured.windows._captures) == 3, "for 3, 6 and 8 rows"
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_prompts_replay_what_was_captured_for_as_many_tokens_or_a_few_more(engine, fused) -> None:
+    """Alone, several together and beside decodes; the second step of a shape is the first that is captured."""
+    engine.apply(fused_kernels=fused)
+    eager, size = engine._loop.parts.runner.step, engine.config.block_size
+    captured = CapturedStep(eager, recorder := Fixed())
+    shapes = (  # of each request: tokens, where they begin, rows that need logits
+        ([(20, 5, 1)], 0), ([(29, 0, 1)], 1), ([(17, 3, 0)], 2), ([(9, 0, 1), (1, 30, 1)], 2),
+        ([(1, 8, 1), (8, 1, 0)], 3), ([(1, 8, 1), (1, 7, 1), (14, 2, 1)], 3),
+        ([(5, 0, 1), (4, 0, 0), (2, 9, 1), (1, 30, 1)], 4), ([(6, 1, 1)], 4),
+    )  # fmt: skip
+    with torch.inference_mode():
+        for parts, replays in shapes:
+            inputs = StepInputs.gather(
+                [
+                    Slice(torch.randint(0, 300, (count,)).tolist(), start, [4 * i + j for j in range(4)], rows)
+                    for i, (count, start, rows) in enumerate(parts)
+                ],
+                size,
+                engine.device,
+            )
+            written = [engine._loop.parts.kv.layer(i).k.clone() for i in range(engine.model_config.num_layers)]
+            found, states = captured(inputs).clone(), captured.states.clone()
+            after = [engine._loop.parts.kv.layer(i).k.clone() for i in range(engine.model_config.num_layers)]
+            expected = eager(inputs)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(states, eager.states, rtol=1e-5, atol=1e-5)
+            assert recorder.count == replays, parts
+            slots = set(inputs.slot_mapping.tolist())
+            for k, now in zip(written, after, strict=True):
+                changed = (k != now).flatten(2).any(-1).flatten().nonzero().flatten().tolist()
+                assert set(changed) <= slots, "padding writes nowhere"
+
+
+def test_a_prompt_that_cannot_be_captured_runs_all_the_same(engine, caplog) -> None:
+    eager = engine._loop.parts.runner.step
+    captured = CapturedStep(eager, recorder := Fixed())
+    recorder.record = lambda work, device: (_ for _ in ()).throw(RuntimeError("an operator asks the host"))
+    inputs = StepInputs.gather([Slice([5, 6, 7], 0, [1], 1)], engine.config.block_size, engine.device)
+    with torch.inference_mode():
+        for _ in range(3):
+            torch.testing.assert_close(captured(inputs), eager(inputs))
+    assert [r.getMessage() for r in caplog.records] == ["prompts run uncaptured from now on: an operator asks the host"]
+
+
 def test_a_prompt_slice_of_one_token_samples_nothing(engine) -> None:
     step = CapturedStep(engine._loop.parts.runner.step, CpuRecorder())
     inputs = decode_inputs(engine, 3, 2)

@@ -138,7 +138,8 @@ def engine(
         made._loop.parts = dataclasses.replace(parts, runner=runner)
         made._loop.scheduler.configure(lookahead=runner.lookahead)
     if lane:
-        side = PrefillLane(Runner(made._loop.parts.runner.runner.step, Sampler(), BLOCK_SIZE, made.device), made.device)
+        step = made._loop.parts.runner.runner.step
+        side = PrefillLane(lambda stream: Runner(step, Sampler(), BLOCK_SIZE, made.device), made.device)
         made._loop.parts = dataclasses.replace(made._loop.parts, lane=side)
         made._loop.scheduler.configure(prefill=SplitPrefill(8, decode_steps=0))
     return made, recorder

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from strata_lab.batch import TO_BE_GUESSED, ScheduledBatch, ScheduledRequest
+from strata_lab.capture import captured_width
 from strata_lab.device_sampling import fill
-from strata_lab.graph_runner import captured_width
 from strata_lab.request import Request
 from strata_lab.run_ahead import RunAhead, sampled_on_device
 from strata_lab.runner import StepResult

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strata_lab.capture import Recorder, free_bytes
 from strata_lab.device_sampling import DeviceSampling
-from strata_lab.graph_runner import Recorder, free_bytes
 from strata_lab.run_ahead import RunAhead, decode_inputs
 from strata_lab.speculative.costs import StepCosts
 from strata_lab.speculative.guesses import Guesses

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from strata_lab.block_manager import BlockManager
+from strata_lab.capture import Recorder
 from strata_lab.config import EngineConfig, Optimizations
 from strata_lab.device_sampling import GpuSampling
-from strata_lab.graph_runner import Recorder
 from strata_lab.models.checkpoint import Checkpoint
 from strata_lab.models.draft_part import FEATURES, PROBE, DraftPart, state_mark
 from strata_lab.quant.base import LinearWeight

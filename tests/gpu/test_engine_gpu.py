@@ -10,7 +10,9 @@ import torch
 
 from strata_lab.config import WEIGHT_FORMATS
 from strata_lab.engine import LLMEngine
+from strata_lab.graph_prompts import CapturedPrompts
 from strata_lab.graph_runner import CudaRecorder
+from strata_lab.runner import Slice, StepInputs
 from strata_lab.sampling_params import SamplingParams
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.gpu.card_memory import allocated, reserved
@@ -57,6 +59,33 @@ def test_every_format_runs_captured(weight_format, kv_format) -> None:
         outputs = engine.generate(prompts(3), GREEDY)
     assert [o.error for o in outputs] == [None] * 3
     assert [len(o.token_ids) for o in outputs] == [64] * 3
+
+
+@pytest.mark.parametrize("model", ["qwen3.8-flash@0.05", "qwen3.8-flash-dense@0.05"])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_captured_prompts_have_the_states_of_uncaptured_ones(model, batch_invariant) -> None:
+    """Alone and beside decodes, over a cache that other steps wrote; bit for bit where the mode promises that."""
+    options = {"weight_format": "fp8", "kv_cache_dtype": "bf16", "batch_invariant": batch_invariant}
+    shapes = [[(100, 40)], [(17, 0), (1, 63)], [(1, 20), (1, 31), (60, 4)], [(500, 12)]]  # tokens, their beginning
+    with LLMEngine(model, device="cuda", max_model_len=1024, num_kv_blocks=256, **options) as engine:
+        engine.generate([list(range(3, 900))], GREEDY)  # something to attend to
+        parts, size = engine._loop.parts, engine.config.block_size
+        eager, prompts = parts.runner.eager, CapturedPrompts(parts.runner.eager, CudaRecorder())
+        with torch.inference_mode():
+            for shape in shapes * 3:
+                slices = [
+                    Slice(torch.randint(3, 300, (n,)).tolist(), start, [40 * i + j for j in range(40)], 1)
+                    for i, (n, start) in enumerate(shape)
+                ]
+                inputs = StepInputs.gather(slices, size, engine.device)
+                expected = eager.hidden(inputs).float()
+                found = prompts.hidden(inputs).float()
+                if batch_invariant:
+                    assert torch.equal(found, expected), shape
+                else:
+                    close = torch.nn.functional.cosine_similarity(found, expected, dim=1)
+                    assert close.min() > 0.99, (shape, close.min())
+        assert len(prompts._captures) == len(shapes)
 
 
 def test_close_gives_the_memory_back() -> None:

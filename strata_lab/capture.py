@@ -1,0 +1,90 @@
+"""What all captured steps share: how a device records, what a capture is, and how a step is copied into its addresses.
+
+Torch only; what is captured, and when, is decided in `graph_runner.py`, `graph_windows.py` and `graph_prompts.py`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from strata_lab.runner import StepInputs
+
+T = TypeVar("T")
+MIN_TABLE_WIDTH = 16  # blocks; wider tables are captured in powers of two
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a GPU; 0 elsewhere."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def captured_width(blocks: int) -> int:
+    """The width of block table that is captured for tables of `blocks`."""
+    return max(MIN_TABLE_WIDTH, 1 << (blocks - 1).bit_length())
+
+
+class Recorder(Protocol):
+    """Captures what a function does to device memory."""
+
+    ragged: bool  # whether how many tokens each request has may change between replays
+
+    def bucket(self, num_seqs: int) -> int:
+        """The batch size to capture for `num_seqs` requests; 0 for more than a capture is worth."""
+        ...
+
+    def record(self, work: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+        """Run `work` once; return what replays it, and its tensors, whose memory every replay writes anew."""
+        ...
+
+
+@dataclass
+class Capture:
+    """Operators at fixed addresses: `replay` reads `inputs` and writes the rest.
+
+    Attributes:
+        replay: runs them again.
+        inputs: what a step is copied into.
+        logits: of all rows, [T, V] float32.
+        states: hidden states of all rows before the final norm, [T, hidden].
+    """
+
+    replay: Callable[[], None]
+    inputs: StepInputs
+    logits: Tensor
+    states: Tensor
+
+
+def latest(captures: OrderedDict[Any, T], key: Any, capture: Callable[..., T], most: int) -> T:
+    """The capture of a key, made where it is missing; of all of them the `most` used last are kept."""
+    if key not in captures:
+        captures[key] = capture(*key)
+        if len(captures) > most:
+            captures.popitem(last=False)
+    captures.move_to_end(key)
+    return captures[key]
+
+
+def verifies(inputs: StepInputs) -> bool:
+    """Whether every row of a step needs its logits and looks its token up."""
+    return inputs.sample_rows.shape[0] == inputs.input_ids.shape[0] and inputs.embedded is None
+
+
+def fill(static: StepInputs, inputs: StepInputs) -> None:
+    """Copy a step into captured addresses; rows beyond it become padding."""
+    num_seqs, width = inputs.block_tables.shape
+    num_tokens = inputs.input_ids.shape[0]
+    static.input_ids[:num_tokens].copy_(inputs.input_ids)
+    static.positions[:num_tokens].copy_(inputs.positions)
+    static.block_tables[:num_seqs, :width].copy_(inputs.block_tables)
+    if static.input_ids.shape[0] > num_tokens:
+        static.slot_mapping.fill_(-1)
+        static.seq_lens.fill_(1)
+    static.slot_mapping[:num_tokens].copy_(inputs.slot_mapping)
+    static.seq_lens[:num_seqs].copy_(inputs.seq_lens)
+    static.prompt_lens[:num_seqs].copy_(inputs.prompt_lens)

@@ -1,0 +1,102 @@
+"""Captured steps that read prompts, alone or beside decodes, for devices whose grids are fixed: a GPU.
+
+Launched one by one, the some hundred kernels of such a step take the host longer than the card needs for a few hundred
+tokens. A capture is made for a number of tokens and of requests, each rounded up: how the tokens are shared between the
+requests is read at every replay, rows that only pad write nowhere and attend to nothing. Logits are not part of it,
+since only few rows need them. The first step of a shape runs uncaptured, so that what happens once costs nothing more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata_lab.capture import Recorder, captured_width, fill, free_bytes, latest
+from strata_lab.runner import EagerStep, StepInputs
+
+logger = logging.getLogger(__name__)
+
+# Tokens of a step. The operators choose their kernels at 16 and 128 rows, so no size lies on both sides of these.
+PROMPT_TOKENS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+PROMPT_REQUESTS = (1, 2, 4, 8, 16, 32)
+TABLE_WIDTH = 256  # blocks; a wider table costs a prompt nothing, so few widths will do
+MAX_PROMPT_CAPTURES = 48
+
+
+@dataclass
+class _Capture:
+    """`replay` reads `inputs` and writes the hidden states of all rows, [T, hidden]."""
+
+    replay: Any
+    inputs: StepInputs
+    states: Tensor
+
+
+class CapturedPrompts:
+    """Hidden states of steps with prompts; the captures used last are kept.
+
+    Attributes:
+        capture_bytes: device memory that they took.
+    """
+
+    def __init__(self, eager: EagerStep, recorder: Recorder) -> None:
+        self.eager, self.recorder = eager, recorder
+        self.capture_bytes = 0
+        self._captures: OrderedDict[tuple[int, int, int], _Capture] = OrderedDict()
+        self._seen: set[tuple[int, int, int]] = set()
+        self._refused = False
+
+    def hidden(self, inputs: StepInputs) -> Tensor:
+        """[T, hidden], as `EagerStep.hidden`; valid until the next step."""
+        key = self._key(inputs)
+        if key is None or self._is_new(key):
+            return self.eager.hidden(inputs)
+        try:
+            capture = latest(self._captures, key, self._capture, MAX_PROMPT_CAPTURES)
+        except RuntimeError as error:  # memory is short, or an operator put in place cannot be captured
+            self._refused = True
+            logger.warning("prompts run uncaptured from now on: %s", str(error).splitlines()[0])
+            return self.eager.hidden(inputs)
+        static, num_tokens, num_seqs = capture.inputs, inputs.input_ids.shape[0], inputs.seq_lens.shape[0]
+        static.input_ids[num_tokens:].zero_()  # alike, so that in a mixture they take the same experts
+        static.positions[num_tokens:].zero_()
+        fill(static, inputs)
+        static.cu_seqlens_q[: num_seqs + 1].copy_(inputs.cu_seqlens_q)
+        static.cu_seqlens_q[num_seqs + 1 :].fill_(num_tokens)  # requests without a token
+        capture.replay()
+        return capture.states[:num_tokens]
+
+    def _key(self, inputs: StepInputs) -> tuple[int, int, int] | None:
+        """Tokens, requests and table width of the capture for a step; None where there is none."""
+        if self._refused or inputs.embedded is not None:
+            return None
+        num_seqs, width = inputs.block_tables.shape
+        tokens = next((n for n in PROMPT_TOKENS if n >= inputs.input_ids.shape[0]), 0)
+        requests = next((n for n in PROMPT_REQUESTS if n >= num_seqs), 0)
+        return (tokens, requests, max(TABLE_WIDTH, captured_width(width))) if tokens and requests else None
+
+    def _is_new(self, key: tuple[int, int, int]) -> bool:
+        """Whether a shape is met for the first time."""
+        before = len(self._seen)
+        self._seen.add(key)
+        return len(self._seen) > before
+
+    def _capture(self, num_tokens: int, num_seqs: int, width: int) -> _Capture:
+        device = self.eager.model.rotary[0].device
+        idle, rows = StepInputs.idle(num_seqs, width, device), torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        inputs = replace(
+            idle,
+            input_ids=rows,
+            positions=torch.zeros_like(rows),
+            slot_mapping=torch.full_like(rows, -1),
+            max_q_len=num_tokens,
+        )
+        before = free_bytes(device)
+        replay, (states,) = self.recorder.record(lambda: (self.eager.hidden(inputs),), device)
+        self.capture_bytes += max(0, before - free_bytes(device))
+        return _Capture(replay, inputs, states)
