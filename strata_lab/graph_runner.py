@@ -3,8 +3,8 @@
 A capture is a list of operator calls at fixed addresses. On a GPU it is a CUDA graph; on a CPU it is the same thing,
 kept by `kernels/cpu/replay.cpp`. A step copies its inputs into the captured addresses and replays; rows that only pad
 write nowhere (slot -1) and read one slot. Steps that verify drafts go to `graph_windows.py`, those with prompts to
-`graph_prompts.py` on a GPU, anything else to `EagerStep`. `CompiledStep` is the alternative that inductor offers on a CPU.
-Nothing here knows toggles.
+`graph_prompts.py` on a GPU, anything else to `EagerStep`. `CompiledStep` is the alternative that inductor offers on a
+CPU. Nothing here knows toggles.
 """
 
 from __future__ import annotations
