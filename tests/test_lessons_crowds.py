@@ -326,7 +326,7 @@ def big_step(tokens: int, ms: float) -> StepEvent:
     return StepEvent(0, 1.0, ms, 0, 0, 0, 0, tokens, 3, 4, 0, 0, 1, 8, 1, ())
 
 
-WHOLE = pd_split.Interruption(Disturbance(10.0, 800.0, 800.0, 10.0, 800.0), {}, [big_step(400, 800.0)])
+WHOLE = pd_split.Interruption(Disturbance(10.0, 800.0, 800.0, 10.0, 800.0, 800.0), {}, [big_step(400, 800.0)])
 SPLIT = pd_split.Checks(WHOLE, WHOLE, 400)
 SERVED = batching.Served(run_of(80.0), [], {}, 4)
 BATCH = batching.Checks(SERVED, SERVED, {1: run_of(100.0), 8: run_of(310.0)})

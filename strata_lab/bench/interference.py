@@ -36,6 +36,7 @@ class Disturbance:
         worst_ms: longest of those times until the prompt's first token.
         p99_ms, median_ms: of the same times.
         ttft_ms: the prompt's time to first token.
+        worst_after_ms: when the longest ended, since the prompt was sent.
     """
 
     calm_ms: float
@@ -43,6 +44,7 @@ class Disturbance:
     p99_ms: float
     median_ms: float
     ttft_ms: float
+    worst_after_ms: float
 
 
 def disturb(engine: Any, streams: int, prompt_tokens: int) -> Disturbance:
@@ -65,13 +67,16 @@ def disturb(engine: Any, streams: int, prompt_tokens: int) -> Disturbance:
     first = tokens[newcomer][0]
     gaps = [(b, b - a) for r in running for a, b in itertools.pairwise(tokens[r])]
     calm = [gap for at, gap in gaps if at < sent]
-    during = sorted(gap for at, gap in gaps if sent <= at <= first + statistics.median(calm)) or calm
+    disturbed = [(gap, at) for at, gap in gaps if sent <= at <= first + statistics.median(calm)]
+    worst, at = max(disturbed, default=(max(calm), sent))
+    during = sorted(gap for gap, _ in disturbed) or calm
     return Disturbance(
         calm_ms=statistics.median(calm) * 1e3,
-        worst_ms=during[-1] * 1e3,
+        worst_ms=worst * 1e3,
         p99_ms=during[int(0.99 * (len(during) - 1))] * 1e3,
         median_ms=statistics.median(during) * 1e3,
         ttft_ms=(first - sent) * 1e3,
+        worst_after_ms=(at - sent) * 1e3,
     )
 
 
@@ -121,7 +126,7 @@ def measure(
             conditions=conditions | {"pd_split": split},
             metrics={
                 name: statistics.median(getattr(d, name) for d in runs)
-                for name in ("calm_ms", "worst_ms", "p99_ms", "median_ms", "ttft_ms")
+                for name in ("calm_ms", "worst_ms", "p99_ms", "median_ms", "ttft_ms", "worst_after_ms")
             },
             spread=Spread.of([d.worst_ms for d in runs]), note="the spread is of worst_ms",
         )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from strata_lab.bench.evidence import randomize
 from strata_lab.config import WEIGHT_FORMATS
 from strata_lab.engine import LLMEngine
 from strata_lab.graph_prompts import CapturedPrompts
@@ -68,8 +69,8 @@ def test_captured_prompts_have_the_states_of_uncaptured_ones(model, batch_invari
     options = {"weight_format": "fp8", "kv_cache_dtype": "bf16", "batch_invariant": batch_invariant}
     shapes = [[(100, 40)], [(17, 0), (1, 63)], [(1, 20), (1, 31), (60, 4)], [(500, 12)]]  # tokens, their beginning
     with LLMEngine(model, device="cuda", max_model_len=1024, num_kv_blocks=256, **options) as engine:
-        engine.generate([list(range(3, 900))], GREEDY)  # something to attend to
         parts, size = engine._loop.parts, engine.config.block_size
+        randomize(parts.kv, list(range(parts.kv.num_blocks)), engine.device)  # something to attend to
         eager, prompts = parts.runner.eager, CapturedPrompts(parts.runner.eager, CudaRecorder())
         with torch.inference_mode():
             for shape in shapes * 3:
