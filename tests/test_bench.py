@@ -15,7 +15,7 @@ import torch
 
 from strata_lab.apply import ApplyReport, FieldResult
 from strata_lab.bench import climb as climbing
-from strata_lab.bench import climb_plan, climb_records, compare, harness, measure
+from strata_lab.bench import climb_plan, climb_records, compare, evidence, harness, measure
 from strata_lab.bench.climb import Climb
 from strata_lab.bench.climb_plan import Course, Stage, article_course, fitting_scale, longest, plan, pool_blocks
 from strata_lab.bench.climb_records import Unfinished
@@ -28,6 +28,7 @@ from strata_lab.bench.harness import (
     a_b_a,
     interleave,
     median_interval,
+    read_results,
     write_results,
 )
 from strata_lab.bench.measure import RunFailed, run, summarize
@@ -199,9 +200,25 @@ def test_a_run_that_measured_nothing_leaves_no_file(tmp_path: Any) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_evidence_of_another_run_replaces_what_it_measured_again(tmp_path: Any) -> None:
+    environment = Environment(hardware={"gpu": "some"}, versions={}, date="2026-01-01", commit="abc")
+
+    def cell(batch: int, ms: float) -> Record:
+        conditions = {"model": "m", "weight_format": "fp8", "kv_cache_dtype": "fp8", "batch": batch, "context": 512}
+        return environment.record("decode", script="evidence", conditions=conditions, metrics={"step_ms": ms})
+
+    write_results("evidence_gpu", [cell(1, 2.0), cell(8, 4.0)], tmp_path)
+    later = write_results("later", [cell(8, 3.0), cell(16, 6.0)], tmp_path)
+    assert evidence.main(["--add", str(later), "--results", str(tmp_path)]) == 0
+    kept = read_results(tmp_path / "evidence_gpu.json")
+    assert [(r.conditions["batch"], r.metrics["step_ms"]) for r in kept] == [(1, 2.0), (8, 3.0), (16, 6.0)]
+
+
 def test_outside_a_checkout_the_commit_is_unknown(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "REPOSITORY", tmp_path)
     assert harness.commit() == "unknown"
+    monkeypatch.setenv("STRATA_COMMIT", "0123456789ab")
+    assert harness.commit() == "0123456789ab"
 
 
 def test_measuring_waits_until_other_programs_are_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 `python -m strata_lab.bench.evidence [--model ...] [--weights ...] [--batch ...] [--context ...]` loads each model and
 format once and measures every (batch, context): through `LLMEngine.generate` where prompts of that length are
 affordable, and always the captured step alone. Greedy decoding of random weights may fall into step, and a batch whose
-rows say the same routes alike; so the number of distinct tokens a step is part of each record.
+rows say the same routes alike; so the number of distinct tokens a step is part of each record. The results file is added
+to: a cell that is measured again replaces what was there.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import gc
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from strata_lab.bench.harness import GIB, Environment, Record, Spread, write_results
+from strata_lab.bench.harness import GIB, Environment, Record, Spread, join_results, read_results
 from strata_lab.bench.measure import Run, run
 from strata_lab.bench.workloads import Workload
 from strata_lab.config import WEIGHT_FORMATS
@@ -189,6 +191,12 @@ def row(record: Record) -> str:
     )
 
 
+def place(record: Record) -> tuple[Any, ...]:
+    """What a record is about: a later one of the same place replaces it in the file."""
+    names = ("model", "weight_format", "kv_cache_dtype", "batch", "context")
+    return record.name, *(record.conditions.get(name) for name in names)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 2 where there is no GPU."""
     parser = argparse.ArgumentParser(prog=SCRIPT, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -203,21 +211,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--name", default="evidence_gpu", help="results file")
     parser.add_argument("--results", help="folder of the results file (default: docs/results)")
+    parser.add_argument("--add", nargs="+", type=Path, help="results files of other runs to add, instead of measuring")
     options = parser.parse_args(arguments)
+    if options.add:
+        for path in options.add:
+            join_results(options.name, read_results(path), options.results, place)
+        return 0
     import torch
 
     if not torch.cuda.is_available():
         print("this benchmark needs an NVIDIA GPU and torch sees none; on a CPU try `strata climb`", file=sys.stderr)
         return 2
-    records: list[Record] = []
     for model in options.model:
         for weights in options.weights:
             for record in cells(
                 model, weights, options.kv, options.batch, options.context, options.prompts, options.runs
             ):
-                records.append(record)
                 print(row(record), flush=True)
-                write_results(options.name, records, options.results)  # what was measured survives an interruption
+                join_results(options.name, [record], options.results, place)  # survives an interruption
     return 0
 
 

@@ -47,12 +47,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("reports", type=Path, nargs="+", help="what pytest --junitxml wrote; missing ones are named")
     parser.add_argument("--results", type=Path, help="folder; default docs/results")
-    parser.add_argument("--commit", help="commit of the tested tree, where git cannot tell")
     args = parser.parse_args()
-    environment = Environment.now("cuda")
-    if args.commit:
-        environment = dataclasses.replace(environment, commit=args.commit)
-    made = record([path for path in args.reports if path.is_file()], environment)
+    made = record([path for path in args.reports if path.is_file()], Environment.now("cuda"))
     if missing := [path.stem for path in args.reports if not path.is_file()]:  # cut by a time limit, or crashed
         made = dataclasses.replace(made, note=f"{made.note}; no report of {', '.join(missing)}")
     write_results("gpu_tests", [made], args.results)

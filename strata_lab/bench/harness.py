@@ -161,17 +161,24 @@ def results_path(name: str, folder: Path | str | None = None) -> Path:
     return (Path(folder) if folder is not None else REPOSITORY / "docs" / "results") / f"{name}.json"
 
 
-def join_results(name: str, records: Iterable[Record], folder: Path | str | None = None) -> Path:
-    """`write_results` for a run in pieces: records of the file that are not measured anew stay, before the new ones."""
-    made = list(records)
-    path = results_path(name, folder)
-    earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-    replaced = {record.name for record in made}
-    kept = [
-        Record(**(r | {"spread": None if r["spread"] is None else Spread(**r["spread"])}))
-        for r in earlier
-        if r["name"] not in replaced
-    ]
+def read_results(path: Path) -> list[Record]:
+    """The records of a results file; none where there is no file."""
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    return [Record(**(r | {"spread": None if r["spread"] is None else Spread(**r["spread"])})) for r in kept]
+
+
+def join_results(
+    name: str, records: Iterable[Record], folder: Path | str | None = None, key: Callable[[Record], Any] | None = None
+) -> Path:
+    """`write_results` for a run in pieces: records of the file that are not measured anew stay, before the new ones.
+
+    Args:
+        name, records, folder: as for `write_results`.
+        key: of two records with the same one the later replaces the earlier; None: their name.
+    """
+    made, known = list(records), key or (lambda record: record.name)
+    replaced = {known(record) for record in made}
+    kept = [record for record in read_results(results_path(name, folder)) if known(record) not in replaced]
     return write_results(name, [*kept, *made], folder)
 
 
@@ -259,7 +266,12 @@ def wait_until_quiet(limit_s: float = 60.0) -> float:
 
 
 def commit() -> str:
-    """Short hash of the checkout, with "-dirty" if files differ from it, or "unknown"."""
+    """Short hash of the checkout, with "-dirty" if files differ from it, or "unknown"; `STRATA_COMMIT` knows better.
+
+    The latter is for copies of a tree without its history.
+    """
+    if told := os.environ.get("STRATA_COMMIT", ""):
+        return told
     head = _git("rev-parse", "--short=12", "HEAD")
     if not head:
         return "unknown"
