@@ -3,8 +3,8 @@
 `python -m strata_lab.bench.evidence [--model ...] [--weights ...] [--batch ...] [--context ...]` loads each model and
 format once and measures every (batch, context): through `LLMEngine.generate` where prompts of that length are
 affordable, and always the captured step alone. Greedy decoding of random weights may fall into step, and a batch whose
-rows say the same routes alike; so the number of distinct tokens a step is part of each record. The results file is added
-to: a cell that is measured again replaces what was there.
+rows say the same routes alike; so the number of distinct tokens a step is part of each record. A cell that is measured
+again replaces what the results file has of it; the rest stays.
 """
 
 from __future__ import annotations
