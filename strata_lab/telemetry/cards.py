@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from strata_lab.settings import ConfigError
 
 GIB = 1 << 30
-# Share of the data sheet's bandwidth that plain reading reaches: H200, 4.58 of 4.8 TB/s (read_bandwidth_tb_s in
+# Share of the data sheet's bandwidth that plain reading reaches: H200, 4.61 of 4.8 TB/s (read_bandwidth_tb_s in
 # docs/results/evidence_gpu.json). Taken for all cards, which is an assumption.
-READ_SHARE = 0.947
+READ_SHARE = 0.9605
 
 
 @dataclass(frozen=True)
