@@ -3,15 +3,15 @@
 Launched one by one, the some hundred kernels of such a step take the host longer than the card needs for a few hundred
 tokens. A capture is made for a number of tokens and of requests, each rounded up: how the tokens are shared between the
 requests is read at every replay, rows that only pad write nowhere and attend to nothing. Logits are not part of it,
-since only few rows need them. The first step of a shape runs uncaptured, so that what happens once costs nothing more.
+since only few rows need them. The first step of a shape runs uncaptured, since many shapes are met once.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +29,13 @@ MAX_PROMPT_CAPTURES = 48
 
 
 @dataclass
-class _Capture:
-    """`replay` reads `inputs` and writes the hidden states of all rows, [T, hidden]."""
+class _Shape:
+    """Steps of one shape: what they are copied into and, once captured, what replays them and their rows' states."""
 
-    replay: Any
     inputs: StepInputs
-    states: Tensor
+    met: bool = False
+    replay: Callable[[], None] | None = None
+    states: Tensor | None = None
 
 
 class CapturedPrompts:
@@ -47,29 +48,28 @@ class CapturedPrompts:
     def __init__(self, eager: EagerStep, recorder: Recorder) -> None:
         self.eager, self.recorder = eager, recorder
         self.capture_bytes = 0
-        self._captures: OrderedDict[tuple[int, int, int], _Capture] = OrderedDict()
-        self._seen: set[tuple[int, int, int]] = set()
+        self._shapes: OrderedDict[tuple[int, int, int], _Shape] = OrderedDict()
         self._refused = False
 
     def hidden(self, inputs: StepInputs) -> Tensor:
         """[T, hidden], as `EagerStep.hidden`; valid until the next step."""
         key = self._key(inputs)
-        if key is None or self._is_new(key):
+        if key is None:
             return self.eager.hidden(inputs)
+        shape = latest(self._shapes, key, self._empty, MAX_PROMPT_CAPTURES)
+        _fill(shape.inputs, inputs)
+        num_tokens = inputs.input_ids.shape[0]
+        if not shape.met:  # padded as a replay is, so that kernels are compiled for these sizes only
+            shape.met = True
+            return self.eager.hidden(shape.inputs)[:num_tokens]
         try:
-            capture = latest(self._captures, key, self._capture, MAX_PROMPT_CAPTURES)
+            replay, states = self._captured(shape)
         except RuntimeError as error:  # memory is short, or an operator put in place cannot be captured
             self._refused = True
             logger.warning("prompts run uncaptured from now on: %s", str(error).splitlines()[0])
             return self.eager.hidden(inputs)
-        static, num_tokens, num_seqs = capture.inputs, inputs.input_ids.shape[0], inputs.seq_lens.shape[0]
-        static.input_ids[num_tokens:].zero_()  # alike, so that in a mixture they take the same experts
-        static.positions[num_tokens:].zero_()
-        fill(static, inputs)
-        static.cu_seqlens_q[: num_seqs + 1].copy_(inputs.cu_seqlens_q)
-        static.cu_seqlens_q[num_seqs + 1 :].fill_(num_tokens)  # requests without a token
-        capture.replay()
-        return capture.states[:num_tokens]
+        replay()
+        return states[:num_tokens]
 
     def _key(self, inputs: StepInputs) -> tuple[int, int, int] | None:
         """Tokens, requests and table width of the capture for a step; None where there is none."""
@@ -80,23 +80,35 @@ class CapturedPrompts:
         requests = next((n for n in PROMPT_REQUESTS if n >= num_seqs), 0)
         return (tokens, requests, max(TABLE_WIDTH, captured_width(width))) if tokens and requests else None
 
-    def _is_new(self, key: tuple[int, int, int]) -> bool:
-        """Whether a shape is met for the first time."""
-        before = len(self._seen)
-        self._seen.add(key)
-        return len(self._seen) > before
-
-    def _capture(self, num_tokens: int, num_seqs: int, width: int) -> _Capture:
+    def _empty(self, num_tokens: int, num_seqs: int, width: int) -> _Shape:
         device = self.eager.model.rotary[0].device
-        idle, rows = StepInputs.idle(num_seqs, width, device), torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        inputs = replace(
-            idle,
-            input_ids=rows,
-            positions=torch.zeros_like(rows),
-            slot_mapping=torch.full_like(rows, -1),
-            max_q_len=num_tokens,
+        rows = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        idle = StepInputs.idle(num_seqs, width, device)
+        return _Shape(
+            replace(
+                idle,
+                input_ids=rows,
+                positions=torch.zeros_like(rows),
+                slot_mapping=torch.full_like(rows, -1),
+                max_q_len=num_tokens,
+            )
         )
-        before = free_bytes(device)
-        replay, (states,) = self.recorder.record(lambda: (self.eager.hidden(inputs),), device)
-        self.capture_bytes += max(0, before - free_bytes(device))
-        return _Capture(replay, inputs, states)
+
+    def _captured(self, shape: _Shape) -> tuple[Callable[[], None], Tensor]:
+        """What replays steps of a shape, and where their states are."""
+        if shape.replay is None or shape.states is None:
+            device, inputs = self.eager.model.rotary[0].device, shape.inputs
+            before = free_bytes(device)
+            shape.replay, (shape.states,) = self.recorder.record(lambda: (self.eager.hidden(inputs),), device)
+            self.capture_bytes += max(0, before - free_bytes(device))
+        return shape.replay, shape.states
+
+
+def _fill(static: StepInputs, inputs: StepInputs) -> None:
+    """As `fill`; the rows that only pad are alike, so that in a mixture they take the same experts, and nobody's."""
+    num_tokens, num_seqs = inputs.input_ids.shape[0], inputs.seq_lens.shape[0]
+    static.input_ids[num_tokens:].zero_()
+    static.positions[num_tokens:].zero_()
+    fill(static, inputs)
+    static.cu_seqlens_q[: num_seqs + 1].copy_(inputs.cu_seqlens_q)
+    static.cu_seqlens_q[num_seqs + 1 :].fill_(num_tokens)  # requests without a token
