@@ -58,6 +58,7 @@ PRINTERS: dict[str, str] = {
 # Files that may touch the environment -> why.
 ENVIRONMENT_USERS: dict[str, str] = {
     "strata_lab/graph_runner.py": "tells inductor to keep its cache beside ours; it takes the folder from nowhere else",
+    "strata_lab/bench/harness.py": "is told the commit of a copied tree, which then stands in its records",
     "strata_lab/bench/lab_page.py": "hands a notebook server of its own settings of its own",
 }
 
