@@ -122,6 +122,11 @@ class RunAhead:
         """Device memory that captures took, those of the runner beneath included."""
         return self._capture_bytes + self.runner.capture_bytes
 
+    @property
+    def captures(self) -> int:
+        """As of `Runner`."""
+        return self.recorder.captures + self.runner.captures
+
     @torch.inference_mode()
     def prepare(self) -> None:
         """Capture the greedy step of one request; others are captured when they are first needed."""
@@ -146,7 +151,7 @@ class RunAhead:
             self._flight = None
             return self.runner.run(batch)
         nothing: list[None] = [None] * len(tokens)
-        return StepResult(SampledTokens(tokens, list(nothing), list(nothing)), step_ms, 0.0)
+        return StepResult(SampledTokens(tokens, list(nothing), list(nothing)), step_ms, 0.0, queued=True)
 
     def settle(self) -> None:
         """Wait for all queued steps and forget them."""
@@ -276,9 +281,9 @@ class RunAhead:
         graph = self._graph_for(items)
         if not self._has_room(items, 0, graph):
             return None
-        fill(graph.state, items, self.block_size, self.eager.model.config.vocab_size, self.max_model_len)
         started = self.clock()
-        started.record()
+        started.record()  # its first step takes as long as its inputs take to be there
+        fill(graph.state, items, self.block_size, self.eager.model.config.vocab_size, self.max_model_len)
         flight = _Flight(
             graph=graph,
             requests=[item.request for item in items],

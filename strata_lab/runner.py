@@ -210,7 +210,8 @@ class EagerStep:
 class StepResult:
     """Tokens of a step and where the time went, host clock, milliseconds.
 
-    `prompt_logprobs`: what it found out about prompts, where that was asked for (`prompt_rows.py`). `states`: hidden
+    `queued`: the device had the step before the host asked for it, so `forward_ms` is what it took of the device's time,
+    and how long the host waited says nothing: of two steps that arrive together the second takes none. `prompt_logprobs`: what it found out about prompts, where that was asked for (`prompt_rows.py`). `states`: hidden
     states of the batch's rows, as `Step.states`; None where nobody kept them.
     """
 
@@ -219,6 +220,12 @@ class StepResult:
     sample_ms: float
     prompt_logprobs: Sequence[tuple[Request, list[TokenLogprobs]]] = ()
     states: Tensor | None = None
+    queued: bool = False
+
+
+def captures_of(step: Step) -> int:
+    """Captures that a step has made so far; 0 of one that makes none."""
+    return getattr(getattr(step, "recorder", None), "captures", 0)
 
 
 class Runner:
@@ -234,6 +241,11 @@ class Runner:
     def capture_bytes(self) -> int:
         """Device memory that captures of its step took."""
         return getattr(self.step, "capture_bytes", 0)
+
+    @property
+    def captures(self) -> int:
+        """Grows with every capture that it makes: a step that made one, and compiled for it, is not told by its time."""
+        return captures_of(self.step)
 
     def settle(self) -> None:
         """Wait until nothing of it runs on the device any more: there is nothing left behind between two steps."""

@@ -82,10 +82,11 @@ class AheadDrafter:
     name: str
     classes: tuple[tuple[str, int], ...]
     costs_time = False  # a cycle's cost has its drafts in it
+    look_is_work: bool
 
     def __init__(self, model: DraftModel | LookUp) -> None:
         self.model, self.name, self.classes = model, model.name, model.classes
-        self.look, self.forget = model.look, model.forget
+        self.look, self.forget, self.look_is_work = model.look, model.forget, model.look_is_work
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
         """Places for so many guesses."""
@@ -124,6 +125,11 @@ class DraftAhead:
     def capture_bytes(self) -> int:
         """Device memory that captures took, those of steps without drafts included."""
         return self.cycles.capture_bytes + self.ahead.capture_bytes
+
+    @property
+    def captures(self) -> int:
+        """As of `Runner`."""
+        return self.cycles.recorder.captures + self.ahead.captures
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> StepResult:
@@ -194,7 +200,8 @@ class DraftAhead:
             token_ids += tokens
             counts.append(len(tokens))
         nothing: list[None] = [None] * len(token_ids)
-        return StepResult(SampledTokens(token_ids, list(nothing), list(nothing), counts), step_ms, 0.0)
+        tokens_of = SampledTokens(token_ids, list(nothing), list(nothing), counts)
+        return StepResult(tokens_of, step_ms, 0.0, queued=True)
 
     def _kept(
         self, flight: _Flight, row: int, num_drafts: int, fed: list[list[int]], sampled: list[list[int]]
@@ -266,6 +273,8 @@ class DraftAhead:
 
         None where the draft model has no room for the texts or does not know them.
         """
+        started = self.ahead.clock()
+        started.record()  # its first cycle takes as long as its inputs take to be there
         size, drawn = self.block_size, any(not item.request.params.greedy for item in items)
         last = [most_slots(item.request, self.max_model_len) for item in items]
         reach = [min(item.start + self.lookahead, end) for item, end in zip(items, last, strict=True)]
@@ -291,8 +300,6 @@ class DraftAhead:
         state.drafts.block_tables.copy_(torch.tensor([(t + empty)[: widths[1]] for t in known] + [empty] * padding))
         state.spread()
         self.cycles.guesses.begin(captured.kept, [item.request for item in items])
-        started = self.ahead.clock()
-        started.record()
         self._flight = flight = _Flight(
             captured=captured,
             drawn=drawn,

@@ -273,7 +273,7 @@ def test_which_kinds_of_text_get_guesses_is_told_when_it_changes() -> None:
 class Sightless:
     """Looks for as long as it is told to and finds nothing."""
 
-    name, classes, costs_time = "sightless", (("any", 1),), False
+    name, classes, costs_time, look_is_work = "sightless", (("any", 1),), False, False
 
     def __init__(self, look_ms: float) -> None:
         self.look_ms, self.now, self.looks = look_ms, 0.0, 0
