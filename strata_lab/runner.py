@@ -210,9 +210,10 @@ class EagerStep:
 class StepResult:
     """Tokens of a step and where the time went, host clock, milliseconds.
 
-    `queued`: the device had the step before the host asked for it, so `forward_ms` is what it took of the device's time,
-    and how long the host waited says nothing: of two steps that arrive together the second takes none. `prompt_logprobs`: what it found out about prompts, where that was asked for (`prompt_rows.py`). `states`: hidden
-    states of the batch's rows, as `Step.states`; None where nobody kept them.
+    `prompt_logprobs`: what it found out about prompts, where that was asked for (`prompt_rows.py`). `states`: hidden
+    states of the batch's rows, as `Step.states`; None where nobody kept them. `queued`: the device had the step before
+    the host asked for it. Then `forward_ms` is its part of the device's time, and how long the host waited tells
+    nothing: of two steps that arrive together it waits for both and then for none.
     """
 
     tokens: SampledTokens
@@ -244,7 +245,7 @@ class Runner:
 
     @property
     def captures(self) -> int:
-        """Grows with every capture that it makes: a step that made one, and compiled for it, is not told by its time."""
+        """Captures made so far: a step in which that grows took longer than the next one like it."""
         return captures_of(self.step)
 
     def settle(self) -> None:

@@ -88,6 +88,11 @@ class AheadDrafter:
         self.model, self.name, self.classes = model, model.name, model.classes
         self.look, self.forget, self.look_is_work = model.look, model.forget, model.look_is_work
 
+    @property
+    def captures(self) -> int:
+        """Of the draft model's steps on the host, which take texts in."""
+        return self.model.captures
+
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
         """Places for so many guesses."""
         return [[TO_BE_GUESSED] * count for count in counts]

@@ -29,6 +29,11 @@ class Drafter(Protocol):
     costs_time: bool
     look_is_work: bool
 
+    @property
+    def captures(self) -> int:
+        """Captures made so far, by what it runs on the host."""
+        ...
+
     def look(self, requests: Sequence[Request]) -> list[int]:
         """Evidence for each request that its next tokens can be guessed; 0: it has nothing to offer."""
         ...

@@ -116,6 +116,7 @@ class LookUp:
     name = "ngram"
     classes = (("any", 1),)
     look_is_work = False
+    captures = 0
 
     def look(self, requests: Sequence[Request]) -> list[int]:
         """1 for each: whether there is anything to copy, the device finds out."""

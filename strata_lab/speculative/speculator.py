@@ -121,7 +121,7 @@ class Speculator:
     @property
     def captures(self) -> int:
         """Of the drafter's own steps."""
-        return 0 if self.times is None else self.drafter.captures
+        return self.drafter.captures
 
     @property
     def status(self) -> tuple[str, str]:

@@ -274,6 +274,7 @@ class Sightless:
     """Looks for as long as it is told to and finds nothing."""
 
     name, classes, costs_time, look_is_work = "sightless", (("any", 1),), False, False
+    captures = 0
 
     def __init__(self, look_ms: float) -> None:
         self.look_ms, self.now, self.looks = look_ms, 0.0, 0
