@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from strata_lab.batch import ScheduledBatch, ScheduledRequest
-from strata_lab.device_sampling import DecodeState, DeviceSampling, fill
+from strata_lab.device_sampling import DecodeState, DeviceSampling, fill, send
 from strata_lab.graph_runner import MIN_TABLE_WIDTH, Recorder, captured_width, free_bytes
 from strata_lab.request import Request
 from strata_lab.runner import EagerStep, Runner, StepInputs, StepResult
@@ -256,9 +256,7 @@ class RunAhead:
             if len(table) > flight.table_lengths[row]:
                 flight.table_lengths[row] = len(table)
                 width = flight.graph.state.block_tables.shape[1]
-                # From pinned memory: a copy from any other waits for the queued steps.
-                known = torch.tensor(table[:width], dtype=torch.int32, pin_memory=self.device.type == "cuda")
-                flight.graph.state.block_tables[row, : known.shape[0]].copy_(known, non_blocking=True)
+                send(flight.graph.state.block_tables[row, : len(table)], table[:width])
 
     def _launch(self, flight: _Flight) -> None:
         graph = flight.graph

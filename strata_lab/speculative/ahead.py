@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from strata_lab.batch import TO_BE_GUESSED, ScheduledBatch, ScheduledRequest
-from strata_lab.device_sampling import fill
+from strata_lab.device_sampling import fill, send
 from strata_lab.graph_runner import captured_width
 from strata_lab.request import Request
 from strata_lab.run_ahead import RunAhead, sampled_on_device
@@ -297,12 +297,10 @@ class DraftAhead:
         fill(state.base, items, size, self.ahead.eager.model.config.vocab_size, self.max_model_len)
         padding = num_seqs - len(items)
         before = [item.request.token_ids[item.start - 1] for item in items]
-        state.previous_ids.copy_(torch.tensor(before + [0] * padding))
-        state.drafts.max_seq_lens.copy_(
-            torch.tensor([min(end, self.cycles.max_draft_len) for end in last] + [0] * padding)
-        )
+        send(state.previous_ids, before + [0] * padding)
+        send(state.drafts.max_seq_lens, [min(end, self.cycles.max_draft_len) for end in last] + [0] * padding)
         empty = [0] * widths[1]
-        state.drafts.block_tables.copy_(torch.tensor([(t + empty)[: widths[1]] for t in known] + [empty] * padding))
+        send(state.drafts.block_tables, [(t + empty)[: widths[1]] for t in known] + [empty] * padding)
         state.spread()
         self.cycles.guesses.begin(captured.kept, [item.request for item in items])
         self._flight = flight = _Flight(
