@@ -33,6 +33,7 @@ class Recorder(Protocol):
     """Captures what a function does to device memory."""
 
     ragged: bool  # whether how many tokens each request has may change between replays
+    captures: int  # made so far
 
     def bucket(self, num_seqs: int) -> int:
         """The batch size to capture for `num_seqs` requests; 0 for more than a capture is worth."""

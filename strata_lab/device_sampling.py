@@ -86,6 +86,14 @@ class GpuSampling:
         return self._empty(num_seqs, table_width, steps, *self._shape)
 
 
+def send(target: Tensor, values: list[Any]) -> None:
+    """Copy values to a contiguous tensor of the device, behind what is queued there and without waiting for it.
+
+    From pinned memory: a copy from any other waits for the queued steps, and one by one for each copy.
+    """
+    target.copy_(torch.tensor(values, dtype=target.dtype, pin_memory=target.is_cuda), non_blocking=True)
+
+
 def fill(
     state: DecodeState, items: Sequence[ScheduledRequest], block_size: int, vocab_size: int, max_model_len: int
 ) -> None:
@@ -95,7 +103,7 @@ def fill(
     requests = [item.request for item in items]
 
     def put(target: Tensor, values: list[Any], pad: Any) -> None:
-        target.copy_(torch.tensor(values + [pad] * padding, dtype=target.dtype))
+        send(target, values + [pad] * padding)
 
     put(state.input_ids, [item.request.token_ids[item.start] for item in items], 0)
     put(state.positions, [item.start for item in items], 0)

@@ -70,6 +70,11 @@ class EngineLoop(Desk):
             self.check_open()
             return snapshot(self.scheduler)
 
+    @property
+    def captures(self) -> int:
+        """Grows while a step captures, by the runner or for guesses."""
+        return self.parts.runner.captures + self.parts.speculation.captures
+
     # -- what a governor steers -----------------------------------------------------------------------------------
 
     @property
@@ -107,6 +112,7 @@ class EngineLoop(Desk):
         with self._lock:
             for request in self.scheduler.expire(start):
                 self._end(self._sessions[request.request_id])
+        captures = self.captures
         self.parts.speculation.prepare(self._running)
         with self._lock:
             batch = self.scheduler.schedule(decodes_only=lane is not None and lane.busy)
@@ -126,7 +132,8 @@ class EngineLoop(Desk):
         except Exception as error:  # whatever it is, it ends these requests and not the engine
             self._fail([item.request for item in batch.items], error)
             return None
-        return self._deliver(batch, result, (start, scheduled, time.perf_counter()))
+        times = start, scheduled, time.perf_counter()
+        return self._deliver(batch, result, times, captured=self.captures > captures)
 
     def _running(self) -> list[Request]:
         with self._lock:
@@ -157,15 +164,18 @@ class EngineLoop(Desk):
             self.scheduler.release(batch)
         return self._deliver(batch, result, (submitted, submitted, time.perf_counter()))
 
-    def _deliver(self, batch: ScheduledBatch, result: StepResult, times: tuple[float, float, float]) -> StepEvent:
-        """Book a computed batch and hand its tokens out."""
+    def _deliver(
+        self, batch: ScheduledBatch, result: StepResult, times: tuple[float, float, float], *, captured: bool = False
+    ) -> StepEvent:
+        """Book a computed batch and hand its tokens out; `captured`: something was captured in its time."""
         self.parts.speculation.hear(batch, result)
         with self._lock:
             for request, entries in result.prompt_logprobs:
                 request.prompt_logprobs += entries
             tokens = self._commit(batch, result.tokens, times[2])
-            ms = (times[2] - times[0]) * 1e3
-            windows, change = self.parts.speculation.observe(batch, result.tokens.counts, ms)
+            ms = result.forward_ms if result.queued else (times[2] - times[0]) * 1e3
+            ms_known = None if captured else ms
+            windows, change = self.parts.speculation.observe(batch, result.tokens.counts, ms_known)
             event = self._accounts.book(batch, tokens, result, times, self.parts, self.scheduler, windows)
             if change is not None:
                 self.events.append(change)

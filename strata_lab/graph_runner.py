@@ -97,6 +97,7 @@ class CudaRecorder:
     """
 
     ragged = False  # grids are fixed
+    captures = 0
 
     def __init__(self, stream: Any = None) -> None:
         self._pool: Any = None
@@ -122,6 +123,7 @@ class CudaRecorder:
         with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             result = work()
         self._pool = self._pool or graph.pool()
+        self.captures += 1
 
         def replay(graph: Any = graph, kept: Any = work) -> None:
             graph.replay()
@@ -133,6 +135,7 @@ class CpuRecorder:
     """Lists of C++ operator calls (`kernels/cpu/replay.h`)."""
 
     ragged = True  # attention plans its work when it is replayed
+    captures = 0
 
     def __init__(self) -> None:
         from strata_lab.kernels.cpu.build import load
@@ -145,16 +148,14 @@ class CpuRecorder:
 
     def record(self, work: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
         """Run once with the capture open; anything but our operators and views is refused."""
-        ops, handle = self._ops, self._ops.capture_begin()
+        program = _Program(self._ops, self._ops.capture_begin())
         try:
             with _OnlyOurOperators():
                 result = work()
-        except BaseException:
-            ops.capture_end()
-            ops.capture_free(handle)
-            raise
-        ops.capture_end()
-        return _Program(ops, handle), result
+        finally:
+            self._ops.capture_end()
+        self.captures += 1
+        return program, result
 
 
 class _Program:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from strata_lab.batch import ScheduledBatch, ScheduledRequest
 from strata_lab.capture import MIN_TABLE_WIDTH, Recorder, captured_width, free_bytes
-from strata_lab.device_sampling import DecodeState, DeviceSampling, fill
+from strata_lab.device_sampling import DecodeState, DeviceSampling, fill, send
 from strata_lab.request import Request
 from strata_lab.runner import EagerStep, Runner, StepInputs, StepResult
 from strata_lab.sampler import SampledTokens
@@ -122,6 +122,11 @@ class RunAhead:
         """Device memory that captures took, those of the runner beneath included."""
         return self._capture_bytes + self.runner.capture_bytes
 
+    @property
+    def captures(self) -> int:
+        """As of `Runner`."""
+        return self.recorder.captures + self.runner.captures
+
     @torch.inference_mode()
     def prepare(self) -> None:
         """Capture the greedy step of one request; others are captured when they are first needed."""
@@ -146,7 +151,7 @@ class RunAhead:
             self._flight = None
             return self.runner.run(batch)
         nothing: list[None] = [None] * len(tokens)
-        return StepResult(SampledTokens(tokens, list(nothing), list(nothing)), step_ms, 0.0)
+        return StepResult(SampledTokens(tokens, list(nothing), list(nothing)), step_ms, 0.0, queued=True)
 
     def settle(self) -> None:
         """Wait for all queued steps and forget them."""
@@ -251,9 +256,7 @@ class RunAhead:
             if len(table) > flight.table_lengths[row]:
                 flight.table_lengths[row] = len(table)
                 width = flight.graph.state.block_tables.shape[1]
-                # From pinned memory: a copy from any other waits for the queued steps.
-                known = torch.tensor(table[:width], dtype=torch.int32, pin_memory=self.device.type == "cuda")
-                flight.graph.state.block_tables[row, : known.shape[0]].copy_(known, non_blocking=True)
+                send(flight.graph.state.block_tables[row, : len(table)], table[:width])
 
     def _launch(self, flight: _Flight) -> None:
         graph = flight.graph
@@ -276,9 +279,9 @@ class RunAhead:
         graph = self._graph_for(items)
         if not self._has_room(items, 0, graph):
             return None
-        fill(graph.state, items, self.block_size, self.eager.model.config.vocab_size, self.max_model_len)
         started = self.clock()
-        started.record()
+        started.record()  # its first step takes as long as its inputs take to be there
+        fill(graph.state, items, self.block_size, self.eager.model.config.vocab_size, self.max_model_len)
         flight = _Flight(
             graph=graph,
             requests=[item.request for item in items],

@@ -211,7 +211,9 @@ class StepResult:
     """Tokens of a step and where the time went, host clock, milliseconds.
 
     `prompt_logprobs`: what it found out about prompts, where that was asked for (`prompt_rows.py`). `states`: hidden
-    states of the batch's rows, as `Step.states`; None where nobody kept them.
+    states of the batch's rows, as `Step.states`; None where nobody kept them. `queued`: the device had the step before
+    the host asked for it. Then `forward_ms` is its part of the device's time, and how long the host waited tells
+    nothing: of two steps that arrive together it waits for both and then for none.
     """
 
     tokens: SampledTokens
@@ -219,6 +221,12 @@ class StepResult:
     sample_ms: float
     prompt_logprobs: Sequence[tuple[Request, list[TokenLogprobs]]] = ()
     states: Tensor | None = None
+    queued: bool = False
+
+
+def captures_of(step: Step) -> int:
+    """Captures that a step has made so far; 0 of one that makes none."""
+    return getattr(getattr(step, "recorder", None), "captures", 0)
 
 
 class Runner:
@@ -234,6 +242,11 @@ class Runner:
     def capture_bytes(self) -> int:
         """Device memory that captures of its step took."""
         return getattr(self.step, "capture_bytes", 0)
+
+    @property
+    def captures(self) -> int:
+        """Captures made so far: a step in which that grows took longer than the next one like it."""
+        return captures_of(self.step)
 
     def settle(self) -> None:
         """Wait until nothing of it runs on the device any more: there is nothing left behind between two steps."""

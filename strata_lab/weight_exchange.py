@@ -40,6 +40,11 @@ class Parked(Runner):
         """None: they went with the weights."""
         return 0
 
+    @property
+    def captures(self) -> int:
+        """None, either."""
+        return 0
+
     def run(self, batch: ScheduledBatch) -> StepResult:
         """Only after a failed exchange whose old weights could not be loaded again either."""
         raise RuntimeError(

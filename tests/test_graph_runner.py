@@ -80,13 +80,14 @@ def test_plain_and_fused_compositions_agree_bit_for_bit(engine) -> None:
 class Fixed:
     """Captures whose grids are fixed, as a GPU's: the work is run again, into the memory of its first result."""
 
-    ragged, count = False, 0
+    ragged, count, captures = False, 0, 0
 
     def bucket(self, num_seqs: int) -> int:
         return num_seqs
 
     def record(self, work, device):
         result = work()
+        self.captures += 1
 
         def replay() -> None:
             self.count += 1

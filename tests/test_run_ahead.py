@@ -40,13 +40,14 @@ class Replays:
     """Captures by remembering the work; counts what is replayed."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.captures = 0
 
     def bucket(self, num_seqs: int) -> int:
         return next((b for b in (1, 2, 4) if b >= num_seqs), 0)
 
     def record(self, work: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
         result = work()
+        self.captures += 1
 
         def replay() -> None:
             self.count += 1

@@ -102,6 +102,8 @@ def test_a_record_says_what_was_gained_and_what_came_true_of_the_same_texts(engi
         assert m["net_interval"][0] <= m["net"] <= m["net_interval"][1]
         assert m["net"] == pytest.approx(m["output_tok_s"] / m["plain_tok_s"])
         assert m["pairs"] + m["pairs_disturbed"] > 2
+        assert 1 <= m["warm_ups"] <= speculation.WARM_UPS
+        assert m["costs_ms"]["plain"]["1"] > 0.0
         assert sum(kind["drafted"] for kind in m["kinds"].values()) == sum(m["drafted_by_position"])
         assert m["texts"] % r.conditions["batch"] == 0
         assert m["state"] in ("on", "off") and m["reason"]
@@ -131,6 +133,59 @@ def test_both_sides_compute_the_same_texts_in_turns_and_nobody_sees_the_other(en
     assert len(whole) > 2
     turns.off.forget()
     turns.on.forget()
+
+
+@dataclasses.dataclass(frozen=True)
+class Bare:
+    """Of an engine's parts what tells captures."""
+
+    runner: SimpleNamespace
+    speculation: SimpleNamespace
+
+
+@pytest.mark.parametrize(("capturing", "runs"), [(0, 1), (1, 2), (2, 3), (9, 3)])
+def test_a_place_is_warmed_up_until_nothing_new_is_captured(monkeypatch, capturing: int, runs: int) -> None:
+    parts = Bare(SimpleNamespace(captures=7), SimpleNamespace(captures=2))
+    seen: list[tuple[list[int], int]] = []
+
+    def one_group(engine, kind, numbers, length, settings):
+        seen.append((numbers, length))
+        parts.runner.captures += len(seen) <= capturing
+
+    monkeypatch.setattr(speculation, "one_group", one_group)
+    groups = [([0], 9), ([1], 8)]
+    assert speculation.warm_up(None, ECHO, groups, (parts, parts)) == runs == len(seen)
+    assert seen == (groups * 2)[:runs]
+
+
+def test_every_place_begins_with_a_policy_that_has_learned_nothing(engine) -> None:
+    settings = speculation.settings_of(engine, "ngram")
+    fresh, judge = speculation.untaught(settings), settings[1].speculation.policy
+    speculation.one_group(engine, dataclasses.replace(ECHO, temperature=0.0), [0, 1], 24, fresh)
+    learned = fresh[1].speculation.policy
+    assert learned.costs.points() != judge.costs.points()
+    assert speculation.untaught(settings)[1].speculation.policy.costs.points() == judge.costs.points()
+    times = SimpleNamespace(ms=1.0)
+    parts = Bare(SimpleNamespace(), SimpleNamespace(policy=SimpleNamespace(draft_ms=times), times=times))
+    made = speculation.untaught((parts, parts))[1].speculation
+    assert made.times is not times and made.policy.draft_ms is made.times, "what is measured is what is planned with"
+
+
+@pytest.mark.parametrize(("device", "counted"), [("cpu", 3), ("cuda", 1)])
+def test_on_a_card_no_pair_counts_in_which_something_was_captured(device: str, counted: int) -> None:
+    class Scripted:
+        def __init__(self, *captures: int) -> None:
+            self.engine, self.left = SimpleNamespace(device=SimpleNamespace(type=device)), list(captures)
+
+        @property
+        def finished(self) -> bool:
+            return not self.left
+
+        def advance(self, until: int) -> in_turns.Segment:
+            return in_turns.Segment((1,), 5.0, 1, captures=self.left.pop(0))
+
+    turns = in_turns.Turns(Scripted(0, 2, 0), Scripted(1, 0, 0)).run()
+    assert (len(turns.pairs), turns.pairs_capturing) == (counted, 3 - counted)
 
 
 def test_a_pair_of_which_one_side_took_too_long_counts_on_neither() -> None:

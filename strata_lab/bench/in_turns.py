@@ -26,6 +26,9 @@ from strata_lab.sampling_params import SamplingParams
 # Of each request in a segment. On a CPU as few as tell a step behind a step from one behind a pause; a card has to fill
 # the queue of steps anew after each change of sides.
 SEGMENT_TOKENS = {"cpu": 2, "cuda": 64}
+# Whether a pair counts in which something was captured. A card compiles for seconds, once; on a CPU it takes little
+# longer than the step does, and what is seldom used is captured again: that is part of the cost.
+COUNTS_CAPTURES = {"cpu": True, "cuda": False}
 DISTURBED = 1.5  # times the median of segments of the same steps
 RESAMPLES = 1000
 CONFIDENCE = 0.95
@@ -40,12 +43,14 @@ class Segment:
         ms: wall time.
         tokens: that the requests got, together.
         whole: all requests decoded in every step.
+        captures: made in its steps.
     """
 
     sizes: tuple[int, ...]
     ms: float
     tokens: int
     whole: bool = True
+    captures: int = 0
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ class Clocked:
         self.inner.prepare(running)
         self.ms.append(_ms_since(started))
 
-    def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float) -> Any:
+    def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float | None) -> Any:
         """After a step."""
         started = time.perf_counter()
         observed = self.inner.observe(batch, counts, ms)
@@ -164,6 +169,7 @@ class Side:
         loop = self.engine._loop
         loop.put_in_force(self.parts, self.engine._builder.new_block_manager, 0.0)
         loop.scheduler.running[:] = self._running
+        captures = loop.captures
         tokens, whole, sizes, started = 0, True, [], time.perf_counter()
         while self._num_tokens + tokens < until * len(self._names) and loop.scheduler.running:
             event = self._step()
@@ -174,7 +180,7 @@ class Side:
         ms = _ms_since(started)
         self._num_tokens += tokens
         self._leave()
-        return Segment(tuple(sizes), ms, tokens, whole and tokens > 0)
+        return Segment(tuple(sizes), ms, tokens, whole and tokens > 0, loop.captures - captures)
 
     def forget(self) -> None:
         """Drop the requests."""
@@ -208,25 +214,30 @@ class Turns:
     Attributes:
         off, on: the sides.
         pairs: segments in which all requests decoded on both sides.
+        pairs_capturing: such that do not count, since something was captured in them (`COUNTS_CAPTURES`).
         off_ms, on_ms: wall time until the last request had ended.
     """
 
     off: Side
     on: Side
     pairs: list[Pair] = field(default_factory=list)
+    pairs_capturing: int = 0
     off_ms: float = 0.0
     on_ms: float = 0.0
 
     def run(self) -> Turns:
         """Take turns until all have ended; the side that begins changes from pair to pair."""
-        segment_tokens = SEGMENT_TOKENS[self.off.engine.device.type]
+        device = self.off.engine.device.type
+        segment_tokens = SEGMENT_TOKENS[device]
         until, sides = segment_tokens, [self.off, self.on]
         while not (self.off.finished and self.on.finished):
             found = {id(side): side.advance(until) for side in sides}
             off, on = found[id(self.off)], found[id(self.on)]
             self.off_ms += off.ms
             self.on_ms += on.ms
-            if off.whole and on.whole:
+            if off.whole and on.whole and (off.captures or on.captures) and not COUNTS_CAPTURES[device]:
+                self.pairs_capturing += 1
+            elif off.whole and on.whole:
                 self.pairs.append(Pair(off, on))
             sides.reverse()
             until += segment_tokens

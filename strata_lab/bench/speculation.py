@@ -1,10 +1,13 @@
 """Does guessing tokens pay? Ten kinds of text at several batch sizes, with the policy on against plain decoding.
 
 `python -m strata_lab.bench.speculation` runs each group of requests twice at once in one engine, plain and with drafts,
-a few tokens of each in turns (`in_turns.py`), as somebody has it who leaves the toggle on: what the policy learned from
-one kind of text it takes to the next, and what it loses until it notices is counted. The texts are the same on both
-sides. Where one goes round in circles it is cut before the loop, except where loops are the workload, which is never
-counted as a gain.
+a few tokens of each in turns (`in_turns.py`), as somebody has it who leaves the toggle on and goes on with one kind of
+text. Each place begins with a policy that has learned nothing, so that no figure depends on the places before it, and
+with groups that do not count, until one captures nothing new: in them steps are captured (on a card that takes seconds)
+and the policy learns as it does from any text. What it loses in the groups that count is counted.
+
+The texts are the same on both sides. Where one goes round in circles it is cut before the loop, except where loops are
+the workload, which is never counted as a gain.
 
 Records are joined to those that the results file has: a run may be cut into pieces with `--workloads` and `--batches`,
 or simply be started again with `--missing`. `--check` compares greedy texts instead (`speculation_check.py`).
@@ -14,11 +17,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy, deepcopy
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -29,61 +32,31 @@ from strata_lab.bench.harness import (
     Record,
     Spread,
     join_results,
-    median_interval,
     results_path,
     undisturbed,
 )
 from strata_lab.bench.in_turns import (
     Clocked,
-    Pair,
     Side,
     Turns,
-    ratio_interval,
     run_all,
     speed_ratio,
     undisturbed_pairs,
 )
 from strata_lab.bench.measure import RunFailed
 from strata_lab.bench.speculation_check import CHECKED_BATCH, CHECKED_DRAFTS, CHECKED_TOKENS, check
+from strata_lab.bench.speculation_figures import Group, figures, verdict
 from strata_lab.bench.speculation_report import text_table, verdict_lines
 from strata_lab.config import DEFAULT_MODEL
-from strata_lab.events import Draft
 from strata_lab.speculative.loops import loop_start
 
 SCRIPT = "python -m strata_lab.bench.speculation"
 BATCHES = (1, 2, 4, 8, 16)
 PLACE_S = {1: 6.0, 2: 8.0, 4: 12.0, 8: 16.0, 16: 24.0}  # seconds by batch size: groups of requests begin within them
 OUTPUT_TOKENS = 64
+WARM_UPS = 3  # groups at most that are run before those that count
 MIN_TOKENS = 16  # a text whose loop begins earlier is left out
 MAX_MODEL_LEN = 1024
-
-
-@dataclass(frozen=True)
-class Group:
-    """What came of one group of requests.
-
-    Attributes:
-        pairs: the same pieces of its texts with and without drafts.
-        off_ms, on_ms: wall time until its last text had ended.
-        off_texts, on_texts: token ids of each request.
-        drafts: verified proposals.
-        num_steps, num_drafted: steps with the policy on, and those of them with drafts.
-        num_decodes: requests that decoded, summed over these steps.
-        num_tokens: what they got.
-        idle_ms: of each step without drafts, what the policy and looking took, and the whole.
-    """
-
-    pairs: tuple[Pair, ...]
-    off_ms: float
-    on_ms: float
-    off_texts: tuple[tuple[int, ...], ...]
-    on_texts: tuple[tuple[int, ...], ...]
-    drafts: tuple[Draft, ...]
-    num_steps: int
-    num_drafted: int
-    num_decodes: int
-    num_tokens: int
-    idle_ms: tuple[tuple[float, float], ...] = ()
 
 
 def one_group(
@@ -105,6 +78,7 @@ def one_group(
         num_decodes=sum(step.num_decode_tokens for step in on.steps),
         num_tokens=sum(len(step.tokens) for step in on.steps),
         idle_ms=tuple((ms, step.duration_ms) for ms, step in zip(clock.ms, on.steps, strict=True) if not step.drafts),
+        pairs_capturing=turns.pairs_capturing,
     )  # fmt: skip
     off.forget()
     on.forget()
@@ -145,62 +119,25 @@ def settings_of(engine: Any, drafter: str) -> tuple[Any, Any]:
     return found[2], found[1]
 
 
-def verdict(settings: tuple[Any, Any], batch: int) -> dict[str, Any]:
-    """What the policy makes of a batch size: metrics of a record."""
-    policy = settings[1].speculation.policy
-    state, reason = policy.verdict(batch)
-    kinds = {
-        name: {"first": round(first, 3), "next": round(later, 3), "guesses": guesses}
-        for name, first, later, guesses in policy.kinds(batch)
-    }
-    return {"state": state, "reason": reason, "expected": kinds}
+def untaught(settings: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The same parts with a policy that has learned nothing, where that of `settings` has not."""
+    speculation = copy(settings[1].speculation)
+    speculation.policy, speculation.times = deepcopy((speculation.policy, speculation.times))
+    return settings[0], replace(settings[1], speculation=speculation)
 
 
-def figures(groups: Sequence[Group]) -> dict[str, Any]:
-    """Metrics of a record: what was gained, how sure that is, and what came true of the guesses."""
-    found = [pair for group in groups for pair in group.pairs]
-    if not found:
-        raise RunFailed("no step had all requests; measure more tokens")
-    pairs, idle = undisturbed_pairs(found), [both for group in groups for both in group.idle_ms]
-    ratios = [pair.ratio for pair in pairs]
-    windows = [draft for group in groups for draft in group.drafts]
-    by_place: tuple[list[int], list[int]] = [], []
-    kinds: dict[str, dict[str, int]] = {}
-    for draft in windows:
-        draft.count_into(*by_place)
-        kind = kinds.setdefault(draft.kind, {"windows": 0, "drafted": 0, "accepted": 0})
-        kind["windows"] += 1
-        kind["drafted"] += len(draft.token_ids)
-        kind["accepted"] += draft.num_accepted
-    accepted = sum(by_place[1])
-    texts = [text for group in groups for text in group.on_texts]
-    off = [pair.off for pair in pairs]
-    plain_tok_s, net = 1e3 * sum(s.tokens for s in off) / sum(s.ms for s in off), speed_ratio(pairs)
-    return {
-        "net": net,
-        "net_interval": [round(end, 4) for end in ratio_interval(pairs)],
-        "net_of_median_pair": Spread.of(ratios).median,
-        "net_of_median_pair_interval": [round(end, 4) for end in median_interval(ratios)],
-        "pairs": len(pairs),
-        "pairs_disturbed": len(found) - len(pairs),
-        "policy_share": sum(own for own, _ in idle) / sum(ms for _, ms in idle) if idle else None,
-        "policy_us": 1e3 * statistics.median(own for own, _ in idle) if idle else None,
-        "net_until_last": sum(group.off_ms for group in groups) / sum(group.on_ms for group in groups),
-        "output_tok_s": net * plain_tok_s,
-        "plain_tok_s": plain_tok_s,
-        "tokens_per_step": sum(group.num_tokens for group in groups) / sum(group.num_decodes for group in groups),
-        "drafted_steps": sum(group.num_drafted for group in groups) / sum(group.num_steps for group in groups),
-        "acceptance_rate": accepted / sum(by_place[0]) if windows else None,
-        "drafted_by_position": by_place[0],
-        "accepted_by_position": by_place[1],
-        "kinds": kinds,
-        "loops": sum(loop_start(text) < len(text) for text in texts),
-        "loop_share": sum(d.num_accepted for d in windows if d.is_loop) / accepted if accepted else 0.0,
-        "texts": len(texts),
-        "different_texts": sum(
-            one != two for group in groups for one, two in zip(group.off_texts, group.on_texts, strict=True)
-        ),
-    }  # fmt: skip
+def warm_up(engine: Any, kind: TextKind, groups: Sequence[tuple[list[int], int]], settings: tuple[Any, Any]) -> int:
+    """Run groups, at most `WARM_UPS`, until one has captured nothing new; how many were run."""
+    for count in range(1, WARM_UPS + 1):
+        before = _captures(settings)
+        one_group(engine, kind, *groups[(count - 1) % len(groups)], settings)
+        if _captures(settings) == before:
+            break
+    return count
+
+
+def _captures(settings: tuple[Any, Any]) -> int:
+    return sum(parts.runner.captures + parts.speculation.captures for parts in settings)
 
 
 def measure(
@@ -223,13 +160,14 @@ def measure(
         lengths = usable_lengths(engine, kind, max_tokens)
         for batch in batches:
             groups = groups_of(lengths, batch)
-            one_group(engine, kind, groups[0][0], MIN_TOKENS, (settings[0], settings[0]))  # captures plain steps
+            place = untaught(settings)
+            warm_ups = warm_up(engine, kind, groups, place)
             end_s = time.perf_counter() + (place_s or PLACE_S.get(batch, max(PLACE_S.values())))
             runs: list[tuple[Group, float]] = []
             while not runs or time.perf_counter() < end_s:
                 group = groups[len(runs) % len(groups)]
-                runs.append(undisturbed(partial(one_group, engine, kind, *group, settings), tries=1))
-            metrics = figures([run for run, _ in runs]) | verdict(settings, batch)
+                runs.append(undisturbed(partial(one_group, engine, kind, *group, place), tries=1))
+            metrics = figures([run for run, _ in runs]) | verdict(place, batch) | {"warm_ups": warm_ups}
             yield environment.record(
                 f"speculation/{drafter}/{kind.name}/x{batch}", script=SCRIPT,
                 conditions=conditions(engine, kind, drafter) | {"batch": batch, "output_tokens": max_tokens},

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from strata_lab.batch import TO_BE_GUESSED, ScheduledBatch, ScheduledRequest
 from strata_lab.capture import captured_width
-from strata_lab.device_sampling import fill
+from strata_lab.device_sampling import fill, send
 from strata_lab.request import Request
 from strata_lab.run_ahead import RunAhead, sampled_on_device
 from strata_lab.runner import StepResult
@@ -82,10 +82,16 @@ class AheadDrafter:
     name: str
     classes: tuple[tuple[str, int], ...]
     costs_time = False  # a cycle's cost has its drafts in it
+    look_is_work: bool
 
     def __init__(self, model: DraftModel | LookUp) -> None:
         self.model, self.name, self.classes = model, model.name, model.classes
-        self.look, self.forget = model.look, model.forget
+        self.look, self.forget, self.look_is_work = model.look, model.forget, model.look_is_work
+
+    @property
+    def captures(self) -> int:
+        """Of the draft model's steps on the host, which take texts in."""
+        return self.model.captures
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
         """Places for so many guesses."""
@@ -124,6 +130,11 @@ class DraftAhead:
     def capture_bytes(self) -> int:
         """Device memory that captures took, those of steps without drafts included."""
         return self.cycles.capture_bytes + self.ahead.capture_bytes
+
+    @property
+    def captures(self) -> int:
+        """As of `Runner`."""
+        return self.cycles.recorder.captures + self.ahead.captures
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> StepResult:
@@ -194,7 +205,8 @@ class DraftAhead:
             token_ids += tokens
             counts.append(len(tokens))
         nothing: list[None] = [None] * len(token_ids)
-        return StepResult(SampledTokens(token_ids, list(nothing), list(nothing), counts), step_ms, 0.0)
+        tokens_of = SampledTokens(token_ids, list(nothing), list(nothing), counts)
+        return StepResult(tokens_of, step_ms, 0.0, queued=True)
 
     def _kept(
         self, flight: _Flight, row: int, num_drafts: int, fed: list[list[int]], sampled: list[list[int]]
@@ -266,6 +278,8 @@ class DraftAhead:
 
         None where the draft model has no room for the texts or does not know them.
         """
+        started = self.ahead.clock()
+        started.record()  # its first cycle takes as long as its inputs take to be there
         size, drawn = self.block_size, any(not item.request.params.greedy for item in items)
         last = [most_slots(item.request, self.max_model_len) for item in items]
         reach = [min(item.start + self.lookahead, end) for item, end in zip(items, last, strict=True)]
@@ -283,16 +297,12 @@ class DraftAhead:
         fill(state.base, items, size, self.ahead.eager.model.config.vocab_size, self.max_model_len)
         padding = num_seqs - len(items)
         before = [item.request.token_ids[item.start - 1] for item in items]
-        state.previous_ids.copy_(torch.tensor(before + [0] * padding))
-        state.drafts.max_seq_lens.copy_(
-            torch.tensor([min(end, self.cycles.max_draft_len) for end in last] + [0] * padding)
-        )
+        send(state.previous_ids, before + [0] * padding)
+        send(state.drafts.max_seq_lens, [min(end, self.cycles.max_draft_len) for end in last] + [0] * padding)
         empty = [0] * widths[1]
-        state.drafts.block_tables.copy_(torch.tensor([(t + empty)[: widths[1]] for t in known] + [empty] * padding))
+        send(state.drafts.block_tables, [(t + empty)[: widths[1]] for t in known] + [empty] * padding)
         state.spread()
         self.cycles.guesses.begin(captured.kept, [item.request for item in items])
-        started = self.ahead.clock()
-        started.record()
         self._flight = flight = _Flight(
             captured=captured,
             drawn=drawn,

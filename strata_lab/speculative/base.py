@@ -19,12 +19,20 @@ class Drafter(Protocol):
         name: for events and texts.
         classes: what kinds of text it tells apart, by the evidence it sees: names, and the least evidence of each,
             ascending.
+        look_is_work: whether `look` computes: a model takes in texts that it is to guess for, so it is asked only where
+            guesses are wanted; a look-up just sees what there is.
         costs_time: whether `draft` costs time worth counting: a model runs once per guess, a look-up costs nothing.
     """
 
     name: str
     classes: tuple[tuple[str, int], ...]
     costs_time: bool
+    look_is_work: bool
+
+    @property
+    def captures(self) -> int:
+        """Captures made so far, by what it runs on the host."""
+        ...
 
     def look(self, requests: Sequence[Request]) -> list[int]:
         """Evidence for each request that its next tokens can be guessed; 0: it has nothing to offer."""

@@ -18,7 +18,7 @@ import torch
 
 from strata_lab.block_manager import BlockManager
 from strata_lab.request import Request
-from strata_lab.runner import Slice, Step, StepInputs
+from strata_lab.runner import Slice, Step, StepInputs, captures_of
 from strata_lab.sampler import NO_TOKEN, Sampler
 from strata_lab.speculative.draft_vocabulary import AllTokens, DraftVocabulary
 
@@ -57,7 +57,7 @@ class DraftModel:
     """
 
     classes = (("any", 1),)
-    costs_time = True
+    costs_time = look_is_work = True
     step_ms = 0.0
 
     def __init__(
@@ -71,6 +71,11 @@ class DraftModel:
         )
         self._followers: dict[Request, Follower] = {}
         self._sampler = Sampler()
+
+    @property
+    def captures(self) -> int:
+        """Made for its own steps so far."""
+        return captures_of(self.step)
 
     def first_ms(self) -> float:
         """Milliseconds per guess, to begin with."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strata_lab.device_sampling import send
 from strata_lab.models.base import CausalLM
 from strata_lab.request import Request
 from strata_lab.speculative.guesses import Follow, Guess, Make
@@ -100,7 +101,7 @@ class LookUpGuesses:
     def begin(self, kept: Tensor, requests: Sequence[Request]) -> None:
         """Their texts, up to the token that is fed."""
         for row, request in enumerate(requests):
-            kept[row, : request.num_tokens].copy_(torch.tensor(request.token_ids, dtype=torch.int32))
+            send(kept[row, : request.num_tokens], request.token_ids)
 
     def cycle(
         self, state: WindowState, kept: Tensor, window: Any, num_drafts: int, guess: Guess
@@ -115,6 +116,8 @@ class LookUp:
 
     name = "ngram"
     classes = (("any", 1),)
+    look_is_work = False
+    captures = 0
 
     def look(self, requests: Sequence[Request]) -> list[int]:
         """1 for each: whether there is anything to copy, the device finds out."""

@@ -86,7 +86,8 @@ class NgramDrafter:
     name = "ngram"
     # Tokens in common. Ordinary prose repeats pairs by chance; code and lists repeat phrases; an edit copies sentences.
     classes = (("prose", SIZES[-1]), ("code", 5), ("repetition", 12))
-    costs_time = False
+    costs_time = look_is_work = False
+    captures = 0
 
     def __init__(self) -> None:
         self._indexes: dict[Request, NgramIndex] = {}

@@ -29,6 +29,7 @@ JUDGED_STEPS = 16  # steps with drafts that a verdict needs
 FIRST_PAUSE, LONGEST_PAUSE = 64, 4096  # steps
 REFRESH_STEPS = 96  # a plain step after so many with drafts, to know what it costs now
 TOLD_STEPS = 64  # between two looks at which kinds of text get guesses
+PAUSE = 4.0  # times what is expected: a step that took longer stood still for another reason, and is judged as this
 HOPE = 0.95  # of guesses that come true in the best of texts
 HOPE_STEPS = 64  # for which it is believed that there is, or is no, hope at a batch size: costs change slowly
 
@@ -161,12 +162,24 @@ class DraftPolicy:
         kind = self.acceptance.kinds[self.acceptance.kind_of(evidence)]
         kind.add(request_id, drafted, accepted)
 
-    def observe(self, num_requests: int, num_drafts: int, num_accepted: int, ms: float) -> bool:
-        """A step of decodes took `ms`; whether there is news: of `state`, or of which kinds of text get guesses."""
+    def observe(
+        self, num_requests: int, num_drafts: int, num_accepted: int, ms: float | None, draft_ms: float = 0.0
+    ) -> bool:
+        """A step of decodes was made; whether there is news: of `state`, or of which kinds of text get guesses.
+
+        Args:
+            num_requests: that decoded.
+            num_drafts, num_accepted: of all of them.
+            ms: what it took; None where that tells nothing of such steps.
+            draft_ms: the part of it in which the drafter guessed (`DraftPolicy.draft_ms` tells of that).
+        """
         self._since_plain = self._since_plain + 1 if num_drafts else 0
-        if num_drafts:
-            self._judge(self._trial(num_requests), num_requests, num_accepted, ms)
-        self.costs.observe(num_requests + num_drafts, num_drafts > 0, ms)
+        if ms is not None:
+            num_tokens = num_requests + num_drafts
+            if num_drafts:
+                most_ms = PAUSE * (self.costs.window_ms(num_tokens) + draft_ms)
+                self._judge(self._trial(num_requests), num_requests, num_accepted, min(ms, most_ms))
+            self.costs.observe(num_tokens, num_drafts > 0, ms - draft_ms)
         self._since_told += 1
         if self.state == self._told[0] and self._since_told < TOLD_STEPS:
             return False

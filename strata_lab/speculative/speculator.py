@@ -31,6 +31,11 @@ class Speculation(Protocol):
     runner: Any  # that makes the guesses and verifies them; None where the engine's ordinary one does
 
     @property
+    def captures(self) -> int:
+        """Grows with every capture that is made for guesses in `prepare`."""
+        ...
+
+    @property
     def status(self) -> tuple[str, str]:
         """State ("none", "on" or "off") and the reason."""
         ...
@@ -46,13 +51,14 @@ class Speculation(Protocol):
         """
         ...
 
-    def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float) -> Observed:
+    def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float | None) -> Observed:
         """After a step has been committed: what became of its drafts, and a change of state if there is one.
 
         Args:
             batch: the step.
             counts: tokens per item that samples (`SampledTokens.counts`).
-            ms: from before `prepare` until the tokens were there.
+            ms: from before `prepare` until the tokens were there; of a step that was queued, what it took of the
+                device's time. None where something was captured in it: that tells nothing of the next such step.
         """
         ...
 
@@ -66,6 +72,7 @@ class NoSpeculation:
 
     status = ("none", "")
     runner = None
+    captures = 0
 
     def prepare(self, running: Callable[[], Sequence[Request]]) -> None:
         """Nothing to prepare."""
@@ -73,7 +80,7 @@ class NoSpeculation:
     def hear(self, batch: ScheduledBatch, result: Any, /) -> None:
         """Nothing to hear."""
 
-    def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float) -> Observed:
+    def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float | None) -> Observed:
         """Nothing to learn."""
         return (), None
 
@@ -105,10 +112,16 @@ class Speculator:
         self.drafter, self.policy, self.most, self.times, self._clock_s = drafter, policy, most, times, clock_s
         self._evidence: dict[Request, int] = {}
         self._skip, self._look_ms = 0, FIRST_LOOK_MS  # steps in which nobody looks; what a look takes, per request
+        self._drafted_ms = 0.0  # in this step, by a drafter that costs time
 
     def hear(self, batch: ScheduledBatch, result: Any, /) -> None:
         """Tell who wants to know."""
         self._hear(batch, result)
+
+    @property
+    def captures(self) -> int:
+        """Of the drafter's own steps."""
+        return self.drafter.captures
 
     @property
     def status(self) -> tuple[str, str]:
@@ -117,7 +130,7 @@ class Speculator:
 
     def prepare(self, running: Callable[[], Sequence[Request]]) -> None:
         """Guess for those that decode."""
-        self._evidence = {}
+        self._evidence, self._drafted_ms = {}, 0.0
         if self._skip:
             self._skip -= 1
             return
@@ -125,14 +138,8 @@ class Speculator:
         if not decoding or (self.policy is not None and self.policy.rests(len(decoding))):
             return
         started = self._clock_s()
-        evidence = self.drafter.look(decoding)
-        if self.policy is None:
-            counts = [self.most if seen else 0 for seen in evidence]
-        elif any(evidence):
-            counts = self.policy.plan([r.request_id for r in decoding], evidence, len(decoding))
-        else:
-            counts = [0] * len(evidence)
-        chosen = [(r, n, seen) for r, n, seen in zip(decoding, counts, evidence, strict=True) if n]
+        evidence, counts = self._planned(decoding)
+        chosen = [(r, n, seen) for r, n, seen in zip(decoding, counts, evidence, strict=True) if n and seen]
         if chosen:
             self._draft(chosen)
         elif self.policy is not None:
@@ -142,17 +149,30 @@ class Speculator:
             allowed_ms = LOOK_SHARE * self.policy.costs.plain_ms(len(decoding))
             self._skip = min(MOST_SKIPPED, int(self._look_ms * len(decoding) / allowed_ms))
 
+    def _planned(self, decoding: Sequence[Request]) -> tuple[Sequence[int], Sequence[int]]:
+        """What the drafter sees of each request, and how many guesses it is to make where it sees something."""
+        names, none = [r.request_id for r in decoding], [0] * len(decoding)
+        if self.policy is None:
+            return self.drafter.look(decoding), [self.most] * len(decoding)
+        if self.drafter.look_is_work:
+            counts = self.policy.plan(names, [1] * len(decoding), len(decoding))
+            return (self.drafter.look(decoding) if any(counts) else none), counts
+        evidence = self.drafter.look(decoding)
+        return evidence, self.policy.plan(names, evidence, len(decoding)) if any(evidence) else none
+
     def _draft(self, chosen: Sequence[tuple[Request, int, int]]) -> None:
         """Have the drafter guess: requests, how many guesses, and what it has seen of them."""
-        started, wanted = self._clock_s(), [n for _, n, _ in chosen]
+        started, captures, wanted = self._clock_s(), self.captures, [n for _, n, _ in chosen]
         drafts = self.drafter.draft([r for r, _, _ in chosen], wanted)
         if self.times is not None:
-            self.times.observe(max(wanted), (self._clock_s() - started) * 1e3)
+            self._drafted_ms = (self._clock_s() - started) * 1e3
+            if self.captures == captures:
+                self.times.observe(max(wanted), self._drafted_ms)
         for (request, _, seen), tokens in zip(chosen, drafts, strict=True):
             request.draft_token_ids = tokens
             self._evidence[request] = seen
 
-    def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float) -> Observed:
+    def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float | None) -> Observed:
         """Learn from a step."""
         windows, num_accepted = self._windows(batch, counts) if batch.num_draft_tokens else ([], 0)
         for item in batch.items:
@@ -160,7 +180,7 @@ class Speculator:
                 self._forget(item.request)
         if self.policy is not None and batch.num_decode_tokens and not batch.num_prefill_tokens:
             n = batch.num_decode_tokens
-            if self.policy.observe(n, batch.num_draft_tokens, num_accepted, ms):
+            if self.policy.observe(n, batch.num_draft_tokens, num_accepted, ms, self._drafted_ms):
                 kinds = self.policy.kinds(n)
                 return tuple(windows), SpeculationEvent(time.perf_counter(), self.drafter.name, *self.status, kinds)
         return tuple(windows), None

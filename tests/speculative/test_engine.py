@@ -29,7 +29,8 @@ PARAMS = (
 class Oracle:
     """Knows the texts, and errs as often as it is told to."""
 
-    name, classes, costs_time = "oracle", (("known", 1),), False
+    name, classes, costs_time, look_is_work = "oracle", (("known", 1),), False, False
+    captures = 0
 
     def __init__(self, texts: dict[tuple[int, ...], list[int]], right: float) -> None:
         self.texts, self.right, self.rng = texts, right, random.Random(3)

@@ -139,6 +139,32 @@ def test_it_takes_up_drafting_again_where_it_pays_and_not_for_a_hair() -> None:
         assert p.state == state
 
 
+def test_a_step_whose_time_tells_nothing_is_neither_cost_nor_verdict() -> None:
+    p = policy()
+    before = p.costs.points()
+    for _ in range(3 * JUDGED_STEPS):
+        p.observe(1, 4, 0, None)
+        p.observe(1, 0, 0, None)
+    assert p.costs.points() == before
+    assert (p.state, p.reason) == ("on", "no verdict yet")
+
+
+def test_one_standstill_among_steps_that_gain_is_no_verdict() -> None:
+    p = policy()
+    for step in range(JUDGED_STEPS):
+        p.observe(1, 4, 3, 5000.0 if step == 5 else p.costs.window_ms(5))
+    assert p.state == "on" and p.net(1) > 1.5
+
+
+def test_what_a_drafter_takes_counts_in_the_verdict_and_not_as_verification() -> None:
+    p = policy()
+    verified_ms = p.costs.window_ms(5)
+    for _ in range(JUDGED_STEPS):
+        p.observe(1, 4, 3, verified_ms + 3 * verified_ms, 3 * verified_ms)
+    assert p.costs.window_ms(5) == pytest.approx(verified_ms)
+    assert p.state == "off"
+
+
 def test_batch_sizes_are_judged_apart() -> None:
     p = policy()
     run(p, JUDGED_STEPS, accepted=0, ms=200.0, num_requests=16)
@@ -273,7 +299,8 @@ def test_which_kinds_of_text_get_guesses_is_told_when_it_changes() -> None:
 class Sightless:
     """Looks for as long as it is told to and finds nothing."""
 
-    name, classes, costs_time = "sightless", (("any", 1),), False
+    name, classes, costs_time, look_is_work = "sightless", (("any", 1),), False, False
+    captures = 0
 
     def __init__(self, look_ms: float) -> None:
         self.look_ms, self.now, self.looks = look_ms, 0.0, 0
@@ -284,10 +311,15 @@ class Sightless:
         return [0] * len(requests)
 
 
-def test_looking_in_vain_takes_a_hundredth_of_the_time_at_most() -> None:
-    request = Request("a", [1, 2, 3], SamplingParams())
+def decoding(name: str) -> Request:
+    request = Request(name, [1, 2, 3], SamplingParams())
     request.append(4, 0.0)
     request.num_computed_tokens = 3
+    return request
+
+
+def test_looking_in_vain_takes_a_hundredth_of_the_time_at_most() -> None:
+    request = decoding("a")
     plain_ms = policy().costs.plain_ms(1)
     for look_ms, most in ((0.001, 400), (5 * LOOK_SHARE * plain_ms, 90)):
         drafter = Sightless(look_ms)
