@@ -73,8 +73,8 @@ def stages(folder: Path, size: float, scale: float) -> list[Stage]:
     pages = ("--part", "speed", "--device", "cuda", "--speed-length", "8000")  # the default model from here on
     bench("pages", "long_context", 200, *pages, "--results", out)
     for drafter in ("ngram", "draft"):
-        guesses = ("--drafter", drafter, "--device", "cuda", "--batches", "1,4", "--place-s", "4", "--tokens", "256")
-        kept = ("--limit-s", "330", "--name", "speculation_gpu", "--results", out)
+        guesses = ("--drafter", drafter, "--device", "cuda", "--weights", "bf16", "--batches", "1,4")
+        kept = ("--place-s", "4", "--tokens", "256", "--limit-s", "330", "--name", "speculation_gpu", "--results", out)
         bench(f"speculation-{drafter}", "speculation", 400, *guesses, *kept)
     return found
 

@@ -47,7 +47,7 @@ from strata_lab.bench.measure import RunFailed
 from strata_lab.bench.speculation_check import CHECKED_BATCH, CHECKED_DRAFTS, CHECKED_TOKENS, check
 from strata_lab.bench.speculation_figures import Group, figures, verdict
 from strata_lab.bench.speculation_report import text_table, verdict_lines
-from strata_lab.config import DEFAULT_MODEL
+from strata_lab.config import DEFAULT_MODEL, WEIGHT_FORMATS
 from strata_lab.speculative.loops import loop_start
 
 SCRIPT = "python -m strata_lab.bench.speculation"
@@ -217,6 +217,8 @@ def _records(options: argparse.Namespace) -> Iterator[Record]:
         return
     checks: dict[str, Any] = {"max_num_seqs": CHECKED_BATCH, "num_draft_tokens": CHECKED_DRAFTS}
     extra = checks if options.check else {"max_num_seqs": max(batches)}
+    if options.weights:
+        extra["weight_format"] = options.weights
     with LLMEngine(
         options.model, device=options.device, draft_model=options.draft_model, max_model_len=MAX_MODEL_LEN, **extra
     ) as engine:
@@ -250,6 +252,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=SCRIPT, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="anything the engine loads")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index>")
+    parser.add_argument("--weights", choices=WEIGHT_FORMATS, help="format of the model; default: as stored")
     parser.add_argument("--drafter", default="ngram", choices=("ngram", "draft"))
     parser.add_argument("--draft-model", help="the model that guesses, with --drafter draft")
     parser.add_argument("--workloads", default=",".join(k.name for k in TEXT_KINDS), help="names with commas between")
