@@ -9,9 +9,9 @@ with random `history` and `last`. A token that is missing, doubled or in another
 wrong answer changes all that follow. `answer` computes the same in float64 from the text alone.
 
 Where the two largest entries are so close that rounding may choose, a text is too good to ask for: `answer` ends there.
-With float32 activations that is rare. With bfloat16 it is every third token, and no choice of numbers mends it: a block of
-the text has a hundredth of the weight, so what is certain in spite of bfloat16's steps would not notice another block.
-Every weight is exact in bfloat16, so that a card stores them in the format that its own operators multiply.
+With float32 activations that is rare. With bfloat16 it is every third token, and no choice of numbers mends it: a block
+of the text has a hundredth of the weight, so what is certain in spite of bfloat16's steps would not notice another one.
+Every weight is exact in bfloat16, so that a card can store them in a format that its own operators multiply.
 """
 
 from __future__ import annotations
