@@ -74,7 +74,7 @@ bench: setup-dev model  ## compare with transformers and llama.cpp where they ar
 	@$(PY) -m strata_lab.bench.compare
 
 gpu: setup-dev  ## the tests that need a CUDA device
-	@mkdir -p artifacts && $(PY) -m pytest tests/gpu tests/kernels -k "$(or $(K),not cpu)" --junitxml=artifacts/gpu.xml
+	@mkdir -p artifacts && $(PY) -m pytest tests/gpu tests/kernels -m "not host" $(SELECT) --junitxml=artifacts/gpu.xml
 	@$(PY) -m pytest tests/test_bench*.py -m gpu $(SELECT)
 	$(if $(K),,@$(PY) -m strata_lab.bench.gpu_record artifacts/gpu.xml)
 

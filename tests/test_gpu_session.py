@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from strata_lab.bench import gpu_session
 from strata_lab.bench.gpu_session import Stage, stages
+from strata_lab.bench.harness import REPOSITORY
 
 
 def test_every_stage_is_a_command_that_knows_its_options(
@@ -30,6 +32,21 @@ def test_every_stage_is_a_command_that_knows_its_options(
             importlib.import_module(stage.words[0]).main()
         help_text = capsys.readouterr().out
         assert all(word in help_text for word in stage.words if word.startswith("--")), stage.words
+
+
+def test_a_session_runs_every_test_of_a_card_and_none_of_the_processors_operators(tmp_path: Path) -> None:
+    """A test may have `cpu` in its name and need a card: it is the operator that counts."""
+    files = ["tests/gpu/test_sampler_gpu.py", "tests/kernels/test_attention.py", "tests/kernels/test_invariant.py"]
+    (stage,) = [stage for stage in stages(tmp_path, 1.0, 1.0) if stage.words[1].endswith(files[0])]
+    choice = stage.words[2 : stage.words.index("--junitxml")]
+    command = [sys.executable, "-m", "pytest", *files, *choice, "--collect-only"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    chosen = {name.partition("::")[2] for name in done.stdout.splitlines() if "::" in name}
+    assert {"test_quantizing_on_cuda_gives_the_cpus_bits[int8]", "test_the_triton_product_is_right[int8]"} <= chosen
+    assert {name.partition("[")[0] for name in chosen if "captured_in_a_cuda_graph" in name}
+    assert not [name for name in chosen if "refuses" in name or "[cpu" in name or "[reference" in name]
+    makefile = (REPOSITORY / "Makefile").read_text()
+    assert f'tests/gpu tests/kernels {choice[1]} "{choice[2]}"' in makefile
 
 
 def test_a_stage_that_takes_too_long_is_ended_and_the_next_one_runs(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,20 @@ from strata_lab.bench import overload
 from tests.checkpoints import write_checkpoint
 
 
-def test_every_part_is_measured_judged_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_part_is_measured_judged_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[tuple[str, int, dict[str, Any]]] = []
+
+    def watched(name: str, part: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        def run(engine: Any, sizes: overload.Sizes) -> dict[str, Any]:
+            runs.append((name, sizes.probes, part(engine, sizes)))
+            return runs[-1][2]
+
+        return run
+
+    for name, part in list(overload.PARTS.items()):
+        monkeypatch.setitem(overload.PARTS, name, watched(name, part))
     model = write_checkpoint(tmp_path / "model", "llama", max_position_embeddings=8192)[0]
     sizes = ["--seconds", "0.8", "--probes", "3", "--rounds", "1", "--turns", "1", "--long-tokens", "200"]
     code = overload.main(["--model", str(model), *sizes, "--results", str(tmp_path)])
@@ -23,6 +38,13 @@ def test_every_part_is_measured_judged_and_written(tmp_path: Path, capsys: pytes
         assert m[f"bar_{metric}"] == limit
         assert m[metric] > 0
         assert m["good"] <= (m[metric] <= limit)
+    order = [(name, probes) for name, probes, _ in runs]
+    warm = {name: [probes for other, probes in order if other == name] for name in overload.PARTS}
+    assert warm == {name: [2, 3] if name in overload.WARMED else [3] for name in overload.PARTS}
+    for name, _, found in [run for run in runs if run[1] == 3]:
+        assert found.items() <= metrics[name].items(), "the record is of the second run"
+        waits = [key.removesuffix("_worst_ms") for key in found if key.endswith("_worst_ms") and name != "long"]
+        assert all(found[f"{w}_median_ms"] <= found[f"{w}_p95_ms"] <= found[f"{w}_worst_ms"] for w in waits)
     assert code == (0 if all(m["good"] for m in metrics.values()) else 1)
     storm = metrics["storm"]
     assert storm["refused"] > storm["accepted"] > 0

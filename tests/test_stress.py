@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from strata_lab.bench import stress
 from strata_lab.bench.counting_model import VOCABULARY, CountingModel
@@ -36,6 +38,21 @@ def test_an_answer_depends_on_every_part_of_the_text() -> None:
     assert noticed > 0.8 * asked
 
 
+def test_every_weight_is_exact_in_bfloat16(tmp_path: Path) -> None:
+    """So that asking for bf16 weights on a card asks for the same model, multiplied by the card's own operators."""
+    folder = CountingModel(5, stress.CONTEXT).write(tmp_path / "m")
+    weights = load_file(folder / "model.safetensors")
+    assert {name for name, w in weights.items() if w.any()} >= {"lm_head.weight", "model.embed_tokens.weight"}
+    assert all(torch.equal(w, w.bfloat16().float()) for w in weights.values())
+
+
+def test_nearly_every_answer_is_as_long_as_it_is_asked_for() -> None:
+    """Long answers fill the pool; only where two tokens are as good as equal does one end early."""
+    model = CountingModel(1, stress.CONTEXT)
+    got = [len(model.answer(text, length)) for text, length in zip(texts(60), (10, 120, 250) * 20, strict=True)]
+    assert sum(got) > 0.85 * 20 * (10 + 120 + 250)
+
+
 def test_a_full_pool_gives_every_answer_and_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stress, "LIVE", 100)
     monkeypatch.setattr(stress, "CHANGE_EVERY_S", 0.1)
@@ -50,6 +67,7 @@ def test_a_full_pool_gives_every_answer_and_keeps_nothing(tmp_path: Path, monkey
     assert m["num_preemptions"] > 0
     assert m["changes_applied"] > 5
     assert "changes_refused" not in m
+    assert {"dtype": "float32", "weight_format": "bf16"}.items() <= record["conditions"].items()
 
 
 def test_what_goes_wrong_is_noticed(tmp_path: Path) -> None:
@@ -59,8 +77,8 @@ def test_what_goes_wrong_is_noticed(tmp_path: Path) -> None:
         "num_kv_blocks": 200,
         "max_num_seqs": 8,
         "max_model_len": stress.CONTEXT,
-    }
-    with LLMEngine(model.write(tmp_path / "m"), device="cpu", dtype="float32", **options) as engine:
+    } | stress.EXACT
+    with LLMEngine(model.write(tmp_path / "m"), device="cpu", **options) as engine:
         run = stress.Stress(engine, model, 1, live=20)
         values = engine._loop.parts.kv._v
         take, steps = run._take, 0

@@ -43,10 +43,11 @@ def stages(folder: Path, size: float, scale: float) -> list[Stage]:
 
     def tests(name: str, path: str, chosen: str, limit_s: float) -> Stage:
         report = str(folder / f"tests-{name}.xml")
-        return Stage(f"tests-{name}", ("pytest", path, "-q", "-k", chosen, "--junitxml", report), limit_s)
+        words = ("pytest", path, "-q", "-m", "not host", "-k", chosen, "--junitxml", report)
+        return Stage(f"tests-{name}", words, limit_s)
 
     files = [*sorted(REPOSITORY.glob("tests/gpu/test_*.py")), *sorted(REPOSITORY.glob("tests/kernels/test_*.py"))]
-    found = [tests(path.stem.removeprefix("test_"), str(path), "not cpu and not memory", 300) for path in files]
+    found = [tests(path.stem.removeprefix("test_"), str(path), "not memory", 300) for path in files]
     found.append(tests("memory", str(REPOSITORY / "tests/gpu"), "memory", 300))
     out, reports = str(folder), [stage.words[-1] for stage in found]
 

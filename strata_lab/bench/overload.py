@@ -12,18 +12,25 @@
                what compaction could win (no bar: it is not done, docs/decisions/0013)
 
 Times of requests are the engine's, from their arrival. Each part has its bar, and the record says whether it is kept.
+
+What is measured is a user's second minute. The first step of a new shape is compiled or captured, and a new prompt lane
+has to find memory; that is the start of an engine and not its scheduling. So each part of the engine runs once
+unmeasured, the same mix for a shorter time (`Sizes.warm_up`); `long` sends one unmeasured prompt after each change of
+setting instead. All that is measured then counts, and the record has median, p95 and worst of what was waited, and
+`captured_bytes`, the memory of steps that were captured nevertheless.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +42,7 @@ from strata_lab.block_manager import BlockManager
 from strata_lab.config import DEFAULT_MODEL
 from strata_lab.events import StepEvent
 from strata_lab.sampling_params import SamplingParams
+from strata_lab.session import Session
 
 SCRIPT = "python -m strata_lab.bench.overload"
 SEATS, TIMES_CAPACITY = 8, 5.0
@@ -44,6 +52,8 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32  # of the storm's requests
 URGENT_TOKENS, BATCH_TOKENS, BATCH_OUTPUT = 128, 256, 64
 TURN_TOKENS, ANSWER_TOKENS, NEXT_TOKENS = 512, 32, 16
 LONG_TOKENS, LONG_STREAMS = 1024, 4
+WARM = "Measured after an unmeasured run of the same mix, whose size is conditions.warm_up."
+WARMED = {"storm", "urgent", "turn", "tables"}
 RECOVERED = 2.0  # times what a first token takes in an idle engine
 BARS: dict[str, tuple[str, float]] = {  # part to the metric that counts, and the most it may be
     "storm": ("latency_ratio", 1.3), "storm, after": ("recovery_s", 2.0), "urgent": ("ttft_p95_ratio", 2.0),
@@ -61,6 +71,21 @@ class Sizes:
     turns: int = 5
     long_tokens: int = LONG_TOKENS
 
+    def warm_up(self) -> Sizes:
+        """Of the run before that is not measured: the same mix, long enough to bring the shapes of its steps."""
+        return replace(self, seconds=self.seconds / 4, probes=math.ceil(self.probes / 2), rounds=1, turns=1)
+
+
+def _waits(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Median, p95 and worst of milliseconds."""
+    return {
+        f"{name}_median_ms": statistics.median(values), f"{name}_p95_ms": _p95(values), f"{name}_worst_ms": max(values)
+    }  # fmt: skip
+
+
+def _p95(values: Sequence[float]) -> float:
+    return sorted(values)[round(0.95 * (len(values) - 1))]
+
 
 # -- the parts --------------------------------------------------------------------------------------------------------
 
@@ -77,7 +102,7 @@ def storm(engine: Any, sizes: Sizes) -> dict[str, Any]:
         calm.keep(1 + int((SEATS - 1) * spent / alone_s), 0.01)
     calm.done.clear()
     started = time.perf_counter()
-    while time.perf_counter() - started < sizes.seconds:
+    while time.perf_counter() - started < sizes.seconds or not calm.done:
         calm.keep(SEATS, 0.05)
     rate = len(calm.done) / (time.perf_counter() - started)
     calm.drop()
@@ -85,7 +110,11 @@ def storm(engine: Any, sizes: Sizes) -> dict[str, Any]:
     cursor = engine.events.cursor
     rough = Traffic(engine, PROMPT_TOKENS, OUTPUT_TOKENS)
     storm_s = due = time.perf_counter()
-    while (now := time.perf_counter()) - storm_s < sizes.seconds + alone_s:
+
+    def amid() -> list[Session]:  # the first found an empty engine
+        return [s for s in rough.done if s.request.arrival_s - storm_s > alone_s]
+
+    while (now := time.perf_counter()) - storm_s < sizes.seconds + alone_s or not amid():
         while due <= now:
             rough.send()
             due += 1.0 / (TIMES_CAPACITY * rate)
@@ -97,11 +126,11 @@ def storm(engine: Any, sizes: Sizes) -> dict[str, Any]:
     rough.until_idle()
     engine.apply(max_waiting=1024)
     steps = [e for e in engine.events.since(cursor)[0] if isinstance(e, StepEvent)]
-    amid = [s for s in rough.done if s.request.arrival_s - storm_s > alone_s]  # the first found an empty engine
-    at_capacity, in_storm = (statistics.median(latencies_ms(found)) for found in (calm.done, amid))
+    at_capacity, in_storm = latencies_ms(calm.done), latencies_ms(amid())
     return {
-        "latency_ratio": in_storm / at_capacity, "recovery_s": recovery_s, "alone_ms": alone_s * 1e3,
-        "capacity_median_ms": at_capacity, "storm_median_ms": in_storm, "capacity_requests_s": rate,
+        "latency_ratio": statistics.median(in_storm) / statistics.median(at_capacity), "recovery_s": recovery_s,
+        "alone_ms": alone_s * 1e3, **_waits("capacity", at_capacity), **_waits("storm", in_storm),
+        "capacity_requests_s": rate,
         "accepted": len(rough.done), "refused": rough.refused,
         "most_waiting": max(e.num_waiting for e in steps), "max_waiting": QUEUE,
     }  # fmt: skip
@@ -125,34 +154,27 @@ def urgent(engine: Any, sizes: Sizes) -> dict[str, Any]:
     load.drop()
     engine.apply(scheduling_policy="fcfs", pd_split=False)
     return {
-        "ttft_p95_ratio": _p95(among) / _p95(idle), "idle_p95_ms": _p95(idle), "among_p95_ms": _p95(among),
-        "idle_median_ms": statistics.median(idle), "among_median_ms": statistics.median(among),
+        "ttft_p95_ratio": _p95(among) / _p95(idle), **_waits("idle", idle), **_waits("among", among),
         "batch_preemptions": after.num_preemptions - before.num_preemptions,
         "batch_tokens": after.num_output_tokens - before.num_output_tokens,
     }  # fmt: skip
 
 
-def _p95(values: Sequence[float]) -> float:
-    return sorted(values)[round(0.95 * (len(values) - 1))]
-
-
 def long(engine: Any, sizes: Sizes) -> dict[str, Any]:
-    """`interference.py`, both settings by turns."""
+    """`interference.py`, both settings by turns; the first prompt after each change of setting is not measured."""
     found: dict[bool, list[Any]] = {False: [], True: []}
-    for turn in range(2 * sizes.rounds + 2):
+    for turn in range(2 * sizes.rounds):
         split = turn % 2 == 1
         engine.apply(pd_split=split)
-        result = disturb(engine, LONG_STREAMS, sizes.long_tokens)
-        if turn > 1:  # the first of each compiles and captures
-            found[split].append(result)
+        disturb(engine, LONG_STREAMS, sizes.long_tokens)  # `pd_split` makes a new prompt lane, with no memory yet
+        found[split].append(disturb(engine, LONG_STREAMS, sizes.long_tokens))
     engine.apply(pd_split=False)
-    mixed, apart = (statistics.median(d.p99_ms for d in found[split]) for split in (False, True))
-    ttft = {split: statistics.median(d.ttft_ms for d in runs) for split, runs in found.items()}
-    return {
-        "gap_p99_ratio": apart / mixed, "mixed_p99_ms": mixed, "split_p99_ms": apart,
-        "calm_ms": statistics.median(d.calm_ms for d in found[False] + found[True]),
-        "mixed_ttft_ms": ttft[False], "split_ttft_ms": ttft[True],
-    }  # fmt: skip
+    made: dict[str, Any] = {"calm_ms": statistics.median(d.calm_ms for d in found[False] + found[True])}
+    for name, runs in (("mixed", found[False]), ("split", found[True])):
+        made |= {f"{name}_{gap}": statistics.median(getattr(d, gap) for d in runs) for gap in ("p99_ms", "median_ms")}
+        made |= {f"{name}_worst_ms": max(d.worst_ms for d in runs)}
+        made |= {f"{name}_ttft_ms": statistics.median(d.ttft_ms for d in runs)}
+    return {"gap_p99_ratio": made["split_p99_ms"] / made["mixed_p99_ms"], **made}
 
 
 def turn(engine: Any, sizes: Sizes) -> dict[str, Any]:
@@ -166,11 +188,9 @@ def turn(engine: Any, sizes: Sizes) -> dict[str, Any]:
         more = [numbers.randrange(5, vocabulary) for _ in range(NEXT_TOKENS)]
         second = engine.generate([[*said, *first.token_ids, *more]], answer)[0]
         pairs.append((first.ttft_ms, second.ttft_ms, second.num_cached_tokens))
-    first_ms, second_ms = (statistics.median(pair[i] for pair in pairs) for i in (0, 1))
-    return {
-        "ttft_ratio": second_ms / first_ms, "first_ms": first_ms, "second_ms": second_ms,
-        "cached_tokens": pairs[-1][2],
-    }  # fmt: skip
+    first, second = _waits("first", [pair[0] for pair in pairs]), _waits("second", [pair[1] for pair in pairs])
+    ratio = second["second_median_ms"] / first["first_median_ms"]
+    return {"ttft_ratio": ratio, **first, **second, "cached_tokens": pairs[-1][2]}
 
 
 def blocks(rounds: int = 5, requests: int = 200, length: int = 64) -> dict[str, Any]:
@@ -249,7 +269,12 @@ def measure(model: str, parts: Sequence[str], sizes: Sizes, **options: Any) -> l
         environment = Environment.now(engine.device.type)
         engine.generate([[7] * PROMPT_TOKENS] * SEATS, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
         for part in parts:
+            warm_up = vars(sizes.warm_up()) if part in WARMED else None
+            if warm_up:
+                PARTS[part](engine, Sizes(**warm_up))
+            before = engine.stats().capture_bytes
             metrics = PARTS[part](engine, sizes)
+            metrics["captured_bytes"] = engine.stats().capture_bytes - before
             bars = {f"bar_{metric}": limit for metric, limit, _ in verdicts(part, metrics)}
             good = all(kept for _, _, kept in verdicts(part, metrics))
             records.append(
@@ -262,9 +287,10 @@ def measure(model: str, parts: Sequence[str], sizes: Sizes, **options: Any) -> l
                         "context": settings["max_model_len"],
                         "toggles": engine.optimizations.as_dict(),
                         **vars(sizes),
+                        "warm_up": warm_up,
                     },
                     metrics={"good": good, **metrics, **bars},
-                    note=" ".join((PARTS[part].__doc__ or "").split()),
+                    note=" ".join(f"{PARTS[part].__doc__ or ''} {WARM if warm_up else ''}".split()),
                 )
             )
     return records

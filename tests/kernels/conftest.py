@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,16 @@ import torch
 
 from strata_lab.kernels import bind, prepare
 from strata_lab.kernels.cpu.build import CpuKernelsUnavailable
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is here of operators that run on the processor, card or no card, is marked `host`: not for `make gpu`."""
+    for item in (item for item in items if Path(__file__).parent in item.path.parents):
+        chosen = getattr(item, "callspec", None)
+        params = chosen.params if chosen else {}
+        on_host = params.get("backend") in ("reference", "cpu") or params.get("impl") == "cpu"
+        if on_host or "cpu_ops" in getattr(item, "fixturenames", ()):
+            item.add_marker("host")
 
 
 def _prepared(backend: str) -> str:

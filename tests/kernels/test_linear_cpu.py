@@ -20,6 +20,7 @@ from strata_lab.kernels.linear import linear, linear_ref, round_activations
 from strata_lab.quant import FORMATS, get_format
 from strata_lab.quant.base import LinearWeight
 
+pytestmark = pytest.mark.host
 FLOATS = ["fp32", "bf16", "fp8"]
 INTEGERS = ["int8", "int4"]
 SHAPES = [(8, 32), (20, 72), (33, 130), (64, 576), (5, 7)]  # panels and groups whole, and ragged in every way
