@@ -36,7 +36,7 @@ from strata_lab.layers.weights import ModelWeights
 from strata_lab.models import get_family
 from strata_lab.models.base import CausalLM, WeightReader, load_weights
 from strata_lab.preemption import Preemption, Recompute, SwapToHost
-from strata_lab.prefill_lane import PrefillLane
+from strata_lab.prefill_lane import LaneStream, PrefillLane
 from strata_lab.prefix_cache import BlockNames, NoPrefixCache, PrefixCache
 from strata_lab.quant import engine_granularity
 from strata_lab.quant.base import LinearWeight
@@ -215,11 +215,12 @@ class Builder(Resolver):
     def _lane(self, resolved: Optimizations, weights: ModelWeights, kv: KVCache) -> PrefillLane | None:
         if self.device.type != "cuda":
             return None
-        eager = self._eager(resolved, weights, kv)
-        captured = resolved.cuda_graph and not self.why_not_captured()
-        return PrefillLane(
-            lambda stream: self._plain(CapturedStep(eager, CudaRecorder(stream)) if captured else eager), self.device
-        )
+        key = ("lane", *self._step_key(resolved))
+        if key not in self._runners:
+            eager, on = self._eager(resolved, weights, kv), LaneStream.of(self.device)
+            captured = resolved.cuda_graph and not self.why_not_captured()
+            self._runners[key] = self._plain(CapturedStep(eager, CudaRecorder(on.stream)) if captured else eager), on
+        return PrefillLane(*self._runners[key])
 
     def _eager(self, resolved: Optimizations, weights: ModelWeights, kv: KVCache) -> EagerStep:
         ops = bind(self.backend, self.swapped, invariant=resolved.batch_invariant)
@@ -271,8 +272,7 @@ class Builder(Resolver):
 
     def calls_per_step(self, op: str, parts: Parts) -> int:
         """Run a step that writes nowhere with the swapped operators; how often it calls `op`."""
-        guarded = self.swapped[op]
-        before = guarded.calls
+        before = (guarded := self.swapped[op]).calls
         step = self._eager(parts.optimizations, parts.weights, parts.kv)
         with torch.inference_mode():
             step.every_row(StepInputs.idle(1, 1, self.device))

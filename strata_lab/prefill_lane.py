@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,12 +27,40 @@ SM_UNIT = 8  # multiprocessors that a green context takes or leaves together (co
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class LaneStream:
+    """A stream for prompts, which outlives the lanes that use it one after the other: captures were made on it.
+
+    Attributes:
+        stream: of low priority.
+        multiprocessors: that it may use; None: all.
+        part: the green context that it belongs to, if there is one.
+    """
+
+    stream: torch.cuda.Stream
+    multiprocessors: int | None = None
+    part: Any = None
+
+    @classmethod
+    def of(cls, device: torch.device) -> LaneStream:
+        """In a green context; where there are none an ordinary stream of the lowest priority."""
+        count = lane_multiprocessors(device)
+        try:
+            from torch.cuda.green_contexts import GreenContext
+
+            part: Any = GreenContext.create(num_sms=count, device_id=device.index or 0)
+            return cls(part.Stream(), count, part)
+        except (ImportError, AttributeError, RuntimeError, TypeError) as error:
+            logger.info("prompts share all multiprocessors: no green context (%s)", error)
+            return cls(torch.cuda.Stream(device))
+
+
 class PrefillLane:
     """Runs one batch of prompt slices at a time.
 
     Args:
-        runner_on: makes the runner for prompts, given the lane's stream; both are used by this lane only.
-        device: on a CPU there is no second stream, and the lane is a thread (for tests).
+        runner: for prompts; it and its sampler are used by one lane at a time.
+        on: the stream; None on a CPU, where the lane is a thread (for tests).
 
     Attributes:
         batch: what is or was computed last.
@@ -42,16 +70,11 @@ class PrefillLane:
 
     batch: ScheduledBatch
     submitted_s: float
-    multiprocessors: int | None = None
 
-    def __init__(self, runner_on: Callable[[torch.cuda.Stream | None], Runner], device: torch.device) -> None:
-        self._part: Any = None
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._part, self._stream = _own_stream(device)
-        if self._part is not None:
-            self.multiprocessors = lane_multiprocessors(device)
-        self.runner = runner_on(self._stream)
+    def __init__(self, runner: Runner, on: LaneStream | None = None) -> None:
+        self.runner, self._on = runner, on
+        self._stream = None if on is None else on.stream
+        self.multiprocessors = None if on is None else on.multiprocessors
         self._pool = ThreadPoolExecutor(1, "strata-prefill")
         self._future: Future[StepResult] | None = None
 
@@ -102,15 +125,3 @@ def lane_multiprocessors(device: torch.device) -> int:
     """How many multiprocessors the lane gets: `SM_SHARE` of the card's, in whole units."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
     return max(SM_UNIT, int(count * SM_SHARE) // SM_UNIT * SM_UNIT)
-
-
-def _own_stream(device: torch.device) -> tuple[Any, torch.cuda.Stream]:
-    """A green context with its stream; without such contexts None and an ordinary stream of the lowest priority."""
-    try:
-        from torch.cuda.green_contexts import GreenContext
-
-        part: Any = GreenContext.create(num_sms=lane_multiprocessors(device), device_id=device.index or 0)
-        return part, part.Stream()
-    except (ImportError, AttributeError, RuntimeError, TypeError) as error:
-        logger.info("prompts share all multiprocessors: no green context (%s)", error)
-        return None, torch.cuda.Stream(device)

@@ -140,7 +140,7 @@ def engine(
         made._loop.scheduler.configure(lookahead=runner.lookahead)
     if lane:
         step = made._loop.parts.runner.runner.step
-        side = PrefillLane(lambda stream: Runner(step, Sampler(), BLOCK_SIZE, made.device), made.device)
+        side = PrefillLane(Runner(step, Sampler(), BLOCK_SIZE, made.device))
         made._loop.parts = dataclasses.replace(made._loop.parts, lane=side)
         made._loop.scheduler.configure(prefill=SplitPrefill(8, decode_steps=0))
     return made, recorder

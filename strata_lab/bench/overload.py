@@ -50,7 +50,8 @@ QUEUE = 2  # a full queue adds its length over the seats to every wait: a quarte
 MAX_MODEL_LEN = 4096
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32  # of the storm's requests
 URGENT_TOKENS, BATCH_TOKENS, BATCH_OUTPUT = 128, 256, 64
-TURN_TOKENS, ANSWER_TOKENS, NEXT_TOKENS = 512, 32, 16
+TURN_TOKENS = {"cpu": 512, "cuda": 3072}  # of a first turn: a card reads 512 tokens in the time of two or three steps
+ANSWER_TOKENS, NEXT_TOKENS = 32, 16
 LONG_TOKENS, LONG_STREAMS = 1024, 4
 WARM = "Measured after an unmeasured run of the same mix, whose size is conditions.warm_up."
 WARMED = {"storm", "urgent", "turn", "tables"}
@@ -183,7 +184,7 @@ def turn(engine: Any, sizes: Sizes) -> dict[str, Any]:
     answer = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
     pairs = []
     for _ in range(sizes.turns):
-        said = [numbers.randrange(5, vocabulary) for _ in range(TURN_TOKENS)]
+        said = [numbers.randrange(5, vocabulary) for _ in range(TURN_TOKENS[engine.device.type])]
         first = engine.generate([said], answer)[0]
         more = [numbers.randrange(5, vocabulary) for _ in range(NEXT_TOKENS)]
         second = engine.generate([[*said, *first.token_ids, *more]], answer)[0]
