@@ -24,6 +24,7 @@ from strata_lab.admission import (
     Watermark,
 )
 from strata_lab.block_manager import BlockManager
+from strata_lab.capture import wait_for
 from strata_lab.config import EngineConfig, Optimizations
 from strata_lab.device_sampling import GpuSampling
 from strata_lab.graph_runner import CapturedStep, CompiledStep, CpuRecorder, CudaRecorder
@@ -36,7 +37,7 @@ from strata_lab.layers.weights import ModelWeights
 from strata_lab.models import get_family
 from strata_lab.models.base import CausalLM, WeightReader, load_weights
 from strata_lab.preemption import Preemption, Recompute, SwapToHost
-from strata_lab.prefill_lane import LaneStream, PrefillLane
+from strata_lab.prefill_lane import Finished, LaneStream, PrefillLane
 from strata_lab.prefix_cache import BlockNames, NoPrefixCache, PrefixCache
 from strata_lab.quant import engine_granularity
 from strata_lab.quant.base import LinearWeight
@@ -193,7 +194,7 @@ class Builder(Resolver):
         now = None if current is None else current.governor
         if isinstance(now, Governor) and (now.policy, now.seats) == (policy, seats):
             return now
-        return Governor(policy, seats, partial(source_for, self.device), partial(_drain, self.device))
+        return Governor(policy, seats, partial(source_for, self.device), partial(wait_for, self.device))
 
     def _host_blocks(self, resolved: Optimizations, current: Parts | None, kv: KVCache) -> HostBlocks:
         """Host memory for the blocks of preempted requests; what is in force while pool and wish stay."""
@@ -219,7 +220,8 @@ class Builder(Resolver):
         if key not in self._runners:
             eager, on = self._eager(resolved, weights, kv), LaneStream.of(self.device)
             captured = resolved.cuda_graph and not self.why_not_captured()
-            self._runners[key] = self._plain(CapturedStep(eager, CudaRecorder(on.stream)) if captured else eager), on
+            step = CapturedStep(eager, CudaRecorder(on.stream)) if captured else eager
+            self._runners[key] = self._plain(Finished(step, on)), on
         return PrefillLane(*self._runners[key])
 
     def _eager(self, resolved: Optimizations, weights: ModelWeights, kv: KVCache) -> EagerStep:
@@ -337,12 +339,6 @@ class Builder(Resolver):
         self.checkpoint.close()
         if self._traffic is not None:
             self._traffic.close()
-
-
-def _drain(device: torch.device) -> None:
-    """Wait until a device has nothing queued; a CPU never has."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _plain_runner(runner: Runner | RunAhead | DraftAhead) -> Runner:

@@ -5,6 +5,7 @@ Torch only; what is captured, and when, is decided in `graph_runner.py`, `graph_
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +17,22 @@ from torch import Tensor
 from strata_lab.runner import StepInputs
 
 T = TypeVar("T")
+# Held by whoever captures: threads build, decode and read prompts at the same time, and a capture begins with a wait
+# for the device, which another one would forbid.
+CAPTURING = threading.RLock()
 MIN_TABLE_WIDTH = 16  # blocks; wider tables are captured in powers of two
 
 
 def free_bytes(device: torch.device) -> int:
     """Free memory of a GPU; 0 elsewhere."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def wait_for(device: torch.device) -> None:
+    """Until a GPU has nothing queued; it refuses to be asked while something is captured."""
+    if device.type == "cuda":
+        with CAPTURING:
+            torch.cuda.synchronize(device)  # SYNC: of the whole device, by whoever calls this
 
 
 def captured_width(blocks: int) -> int:

@@ -57,10 +57,10 @@ class CapturedPrompts:
         if key is None:
             return self.eager.hidden(inputs)
         shape = latest(self._shapes, key, self._empty, MAX_PROMPT_CAPTURES)
-        _fill(shape.inputs, inputs)
         num_tokens = inputs.input_ids.shape[0]
         if not shape.met:  # padded as a replay is, so that kernels are compiled for these sizes only
             shape.met = True
+            _fill(shape.inputs, inputs)
             return self.eager.hidden(shape.inputs)[:num_tokens]
         try:
             replay, states = self._captured(shape)
@@ -68,6 +68,7 @@ class CapturedPrompts:
             self._refused = True
             logger.warning("prompts run uncaptured from now on: %s", str(error).splitlines()[0])
             return self.eager.hidden(inputs)
+        _fill(shape.inputs, inputs)
         replay()
         return states[:num_tokens]
 
@@ -99,6 +100,7 @@ class CapturedPrompts:
         if shape.replay is None or shape.states is None:
             device, inputs = self.eager.model.rotary[0].device, shape.inputs
             before = free_bytes(device)
+            inputs.slot_mapping.fill_(-1)  # a capture runs its work: nothing is written, and no expert counted
             shape.replay, (shape.states,) = self.recorder.record(lambda: (self.eager.hidden(inputs),), device)
             self.capture_bytes += max(0, before - free_bytes(device))
         return shape.replay, shape.states

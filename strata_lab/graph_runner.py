@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strata_lab.capture import MIN_TABLE_WIDTH, Capture, Recorder, captured_width, fill, free_bytes
+from strata_lab.capture import CAPTURING, MIN_TABLE_WIDTH, Capture, Recorder, captured_width, fill, free_bytes
 from strata_lab.graph_prompts import CapturedPrompts
 from strata_lab.graph_windows import CapturedRows, CapturedWindows
 from strata_lab.runner import EagerStep, StepInputs
@@ -113,17 +113,18 @@ class CudaRecorder:
         Captured kernels keep the stream's priority: decode steps go before prompts that run beside them. A graph knows
         addresses, not tensors: what `work` refers to lives as long as the replay that is returned.
         """
-        side = self._stream = self._stream or torch.cuda.Stream(device, priority=HIGH_PRIORITY)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            work()  # loads kernels and workspaces, which a capture may not do
-        torch.cuda.current_stream(device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: another thread may be building new weights meanwhile, which allocates
-        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-            result = work()
-        self._pool = self._pool or graph.pool()
-        self.captures += 1
+        with CAPTURING:
+            side = self._stream = self._stream or torch.cuda.Stream(device, priority=HIGH_PRIORITY)
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                work()  # loads kernels and workspaces, which a capture may not do
+            torch.cuda.current_stream(device).wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: another thread may be building new weights meanwhile, which allocates
+            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+                result = work()
+            self._pool = self._pool or graph.pool()
+            self.captures += 1
 
         def replay(graph: Any = graph, kept: Any = work) -> None:
             graph.replay()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strata_lab.capture import wait_for
 from strata_lab.kernels import OPERATORS, SPECS
 from strata_lab.kernels.cpu.packing import unpack
 from strata_lab.kernels.spec import KernelSpec
@@ -138,7 +139,7 @@ def judge(
         try:
             started = time.perf_counter()
             returned = fn(**inputs)
-            _wait(device)
+            wait_for(device)
             took_ms = (time.perf_counter() - started) * 1e3
         except Exception as error:
             return SwapReport(op, "refused", f"case {name!r} raised {type(error).__name__}: {error}")
@@ -227,17 +228,12 @@ def _microseconds(fn: Callable[..., Any], inputs: dict[str, Any], device: torch.
     fn(**inputs)
     times = []
     for _ in range(_REPEATS):
-        _wait(device)
+        wait_for(device)
         started = time.perf_counter()
         fn(**inputs)
-        _wait(device)
+        wait_for(device)
         times.append((time.perf_counter() - started) * 1e6)
     return statistics.median(times)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def changed_ops(before: Mapping[str, Guarded], after: Mapping[str, Guarded]) -> Mapping[str, str]:

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from strata_lab.batch import ScheduledBatch
-from strata_lab.runner import Runner, StepResult
+from strata_lab.runner import Runner, Step, StepInputs, StepResult
 
 SM_SHARE = 0.5  # of the multiprocessors for prompts
 SM_UNIT = 8  # multiprocessors that a green context takes or leaves together (compute capability 9.0)
@@ -53,6 +54,28 @@ class LaneStream:
         except (ImportError, AttributeError, RuntimeError, TypeError) as error:
             logger.info("prompts share all multiprocessors: no green context (%s)", error)
             return cls(torch.cuda.Stream(device))
+
+
+class Finished:
+    """A step that has been computed when it returns.
+
+    What comes next copies tokens to the host, and while such a copy waits for its stream the driver lets nobody else
+    launch: decode steps would stand still until the prompt is read.
+    """
+
+    def __init__(self, step: Step, on: LaneStream) -> None:
+        self.step, self._stream = step, on.stream
+
+    @property
+    def states(self) -> Tensor | None:
+        """`Step.states`."""
+        return self.step.states
+
+    def __call__(self, inputs: StepInputs) -> Tensor:
+        """[S, V] float32."""
+        logits = self.step(inputs)
+        self._stream.synchronize()  # SYNC: in the lane's thread; others go on meanwhile
+        return logits
 
 
 class PrefillLane:

@@ -16,6 +16,7 @@ import torch
 
 from strata_lab.batch import ScheduledBatch
 from strata_lab.build import Builder, Parts
+from strata_lab.capture import wait_for
 from strata_lab.config import Optimizations
 from strata_lab.engine_loop import EngineLoop
 from strata_lab.memory_forecast import conversion_nbytes
@@ -111,7 +112,7 @@ def _made(builder: Builder, wanted: Optimizations, emptied: Parts) -> Parts:
     builder.forget_captures()
     emptied.weights.release()
     gc.collect()
+    wait_for(builder.device)
     if builder.device.type == "cuda":
-        torch.cuda.synchronize(builder.device)
         torch.cuda.empty_cache()
     return builder.parts(wanted, emptied)

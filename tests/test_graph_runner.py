@@ -124,6 +124,15 @@ def test_prompts_replay_what_was_captured_for_as_many_tokens_or_a_few_more(engin
     engine.apply(fused_kernels=fused)
     eager, size = engine._loop.parts.runner.step, engine.config.block_size
     captured = CapturedStep(eager, recorder := Fixed())
+    record, keys = recorder.record, engine._loop.parts.kv.layer(0).k
+
+    def untouched(work, device):  # a capture runs its work: no key, and no expert, may count twice
+        before = keys.clone()
+        made = record(work, device)
+        assert torch.equal(keys, before)
+        return made
+
+    recorder.record = untouched
     shapes = (  # of each request: tokens, where they begin, rows that need logits
         ([(20, 5, 1)], 0), ([(29, 0, 1)], 1), ([(17, 3, 0)], 2), ([(9, 0, 1), (1, 30, 1)], 2),
         ([(1, 8, 1), (8, 1, 0)], 3), ([(1, 8, 1), (1, 7, 1), (14, 2, 1)], 3),

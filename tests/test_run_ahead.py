@@ -20,7 +20,7 @@ from strata_lab.admission import SplitPrefill
 from strata_lab.config import Optimizations
 from strata_lab.engine import LLMEngine
 from strata_lab.events import StepEvent
-from strata_lab.prefill_lane import PrefillLane
+from strata_lab.prefill_lane import Finished, LaneStream, PrefillLane
 from strata_lab.request import RequestOutput
 from strata_lab.run_ahead import REPLAYS_AHEAD, RunAhead
 from strata_lab.runner import EagerStep, Runner
@@ -310,6 +310,21 @@ def test_prompts_in_the_lane_are_booked_while_streams_decode(folder: Any, plain:
         steps = [e for e in made.events.since(0)[0] if isinstance(e, StepEvent)]
     assert all(not (e.num_prefill_tokens and e.num_decode_tokens) for e in steps)
     assert max(e.num_prefill_tokens for e in steps[1:]) <= 8
+
+
+def test_a_lanes_step_has_been_computed_before_anything_of_it_is_asked_for() -> None:
+    """A copy to the host that waits for its stream keeps every other thread from launching."""
+    order: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: order.append("waited"))
+    logits = torch.zeros(1, 3)
+
+    def step(inputs: Any) -> torch.Tensor:
+        order.append("launched")
+        return logits
+
+    finished = Finished(step, LaneStream(stream))  # type: ignore[arg-type]
+    assert finished(None) is logits  # type: ignore[arg-type]
+    assert order == ["launched", "waited"]
 
 
 def test_a_failing_prompt_in_the_lane_ends_its_request_alone(folder: Any, plain: LLMEngine) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from strata_lab.capture import wait_for
 from strata_lab.runner import Step, StepInputs
 from strata_lab.speculative.costs import StepCosts, measure
 
@@ -59,13 +60,8 @@ def measured_costs(step: Step, block_size: int, device: torch.device, budget_s: 
 
 def time_ms(work: Callable[[], Any], device: torch.device) -> float:
     """Milliseconds that `work` takes, the device's part included."""
-    _wait(device)
+    wait_for(device)
     started = time.perf_counter()
     work()
-    _wait(device)
+    wait_for(device)
     return (time.perf_counter() - started) * 1e3
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # SYNC: a measurement
