@@ -1,8 +1,9 @@
 // What an operator says of arguments that it cannot take: ValueError or IndexError in Python.
 //
-// torch's macros put a message together with streams and take a stack trace wherever they throw. An operator needs neither,
-// and on one machine (another g++, torch 2.11) each of its refusals ended the process. Here a sentence is put together from
-// strings and thrown by one function, from the thread that called the operator: before its work is shared, never within.
+// torch's macros put a message together with streams and take a stack trace wherever they throw. An operator needs
+// neither, and on one machine (another g++, torch 2.11) each of its refusals ended the process. Here a sentence is put
+// together from strings and thrown by one function, from the thread that called the operator: before its work is
+// shared, never within.
 #pragma once
 
 #include <c10/core/ScalarType.h>
