@@ -74,7 +74,7 @@ class Sizes:
 
     def warm_up(self) -> Sizes:
         """Of the run before that is not measured: the same mix, long enough to bring the shapes of its steps."""
-        return replace(self, seconds=self.seconds / 4, probes=math.ceil(self.probes / 2), rounds=1, turns=1)
+        return replace(self, seconds=self.seconds / 8, probes=math.ceil(self.probes / 2), rounds=1, turns=1)
 
 
 def _waits(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -221,3 +224,26 @@ def test_append_refuses_a_slot_outside_the_cache(cpu_ops: Any) -> None:
     with pytest.raises(ValueError, match="slot 16 of token 0 lies outside the cache's 16 slots"):
         cpu_ops.kv_append(row, row, cache, cache.clone(), torch.tensor([16]))
     assert not cache.any()
+
+
+def test_page_bounds_refuse_a_slot_outside_the_cache_before_any_thread_writes(cpu_ops: Any) -> None:
+    keys, bounds, slots = torch.ones(32, 16, 2, 64), torch.zeros(32, 2, 2, 64), torch.arange(512)
+    slots[300] = 512
+    with pytest.raises(ValueError, match="slot 512 of token 300 lies outside the cache's 512 slots"):
+        cpu_ops.page_bounds(keys, bounds, slots)
+    assert not bounds.any()
+
+
+def test_a_refusal_is_its_sentence_and_takes_no_stack_trace(cpu_ops: Any) -> None:
+    """Though torch is asked for one; a trace walks frames that are none of an operator's business."""
+    code = (
+        "import torch; from strata_lab.kernels import bind, prepare; prepare('cpu'); x = torch.zeros(2, 3)\n"
+        "try: torch.ops.strata.take_rows(x, torch.tensor([1, 2]))\n"
+        "except IndexError as error: print(error)\n"
+        "try: torch.ops.strata.add(x, x.double()[:, :0])\n"
+        "except ValueError as error: print(error)\n"
+    )
+    environment = os.environ | {"TORCH_SHOW_CPP_STACKTRACES": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    told = ["id 2 is not a row of a table of 2 rows", "y must be float32 [2, 3], not Double [2, 0]"]
+    assert done.stdout.splitlines() == told

@@ -15,16 +15,6 @@ namespace {
 constexpr int64_t kSharedFloats = 16384;  // fewer numbers are not worth a second thread
 constexpr int64_t kTaskTokens = 8;
 
-void check_slots(const at::Tensor& slots, int64_t tokens, const at::Tensor& cache) {
-  TORCH_CHECK_VALUE(slots.scalar_type() == at::kLong && slots.dim() == 1 && slots.size(0) == tokens && slots.is_contiguous(),
-                    "slot_mapping must be contiguous int64 [", tokens, "], not ", slots.scalar_type(), " ", slots.sizes());
-  const int64_t limit = cache.size(0) * cache.size(1);
-  const int64_t* slot = slots.const_data_ptr<int64_t>();
-  for (int64_t t = 0; t < tokens; ++t) {
-    TORCH_CHECK_VALUE(slot[t] < limit, "slot ", slot[t], " of token ", t, " lies outside the cache's ", limit, " slots");
-  }
-}
-
 // Calls run(token) for each token, on several threads if the numbers are many.
 template <typename Run>
 void for_each_token(int64_t tokens, int64_t floats, const Run& run) {
@@ -34,9 +24,9 @@ void for_each_token(int64_t tokens, int64_t floats, const Run& run) {
 }
 
 void check_rows(const at::Tensor& x, const char* name, const at::Tensor& cache) {
-  TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat && x.dim() == 3 && x.size(1) == cache.size(2) && x.size(2) == cache.size(3),
-                    name, " must be float32 [T, ", cache.size(2), ", ", cache.size(3), "] like its cache, not ",
-                    x.scalar_type(), " ", x.sizes());
+  CHECK_VALUE(x.scalar_type() == at::kFloat && x.dim() == 3 && x.size(1) == cache.size(2) && x.size(2) == cache.size(3),
+              name, " must be float32 [T, ", cache.size(2), ", ", cache.size(3), "] like its cache, not ",
+              x.scalar_type(), " ", x.sizes());
 }
 
 void kv_append(const at::Tensor& k, const at::Tensor& v, at::Tensor k_cache, at::Tensor v_cache,
@@ -44,7 +34,7 @@ void kv_append(const at::Tensor& k, const at::Tensor& v, at::Tensor k_cache, at:
   check_caches(k_cache, v_cache);
   check_rows(k, "k", k_cache);
   check_rows(v, "v", v_cache);
-  TORCH_CHECK_VALUE(v.size(0) == k.size(0), "k and v must have as many tokens, not ", k.size(0), " and ", v.size(0));
+  CHECK_VALUE(v.size(0) == k.size(0), "k and v must have as many tokens, not ", k.size(0), " and ", v.size(0));
   const at::Tensor new_k = contiguous(k), new_v = contiguous(v);
   perform([=] {
     check_slots(slot_mapping, new_k.size(0), k_cache);  // at every replay too: a bad slot would write elsewhere
@@ -80,14 +70,14 @@ struct Rotation {
 };
 
 void check_float(const at::Tensor& x, at::IntArrayRef sizes, const char* name) {
-  TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat && x.sizes() == sizes, name, " must be float32 ", sizes, ", not ",
-                    x.scalar_type(), " ", x.sizes());
+  CHECK_VALUE(x.scalar_type() == at::kFloat && x.sizes() == sizes, name, " must be float32 ", sizes, ", not ",
+              x.scalar_type(), " ", x.sizes());
 }
 
 Rotation rotation(const std::optional<at::Tensor>& weight, double eps, int64_t dim, const char* name) {
   if (!weight.has_value()) return {nullptr, 0.0f};
   check_float(*weight, {dim}, name);
-  TORCH_CHECK_VALUE(weight->is_contiguous(), name, " must be contiguous");
+  CHECK_VALUE(weight->is_contiguous(), name, " must be contiguous");
   return {weight->const_data_ptr<float>(), static_cast<float>(eps)};
 }
 
@@ -97,8 +87,8 @@ at::Tensor qkv_rope_append(const at::Tensor& qkv, const at::Tensor& cos, const a
                            int64_t num_q_heads, int64_t num_kv_heads, double k_scale, double v_scale) {
   check_caches(k_cache, v_cache);
   const int64_t tokens = qkv.size(0), dim = k_cache.size(3), heads = num_q_heads + num_kv_heads;
-  TORCH_CHECK_VALUE(num_kv_heads == k_cache.size(2) && dim % 2 == 0, "the cache ", k_cache.sizes(), " must have ",
-                    num_kv_heads, " heads of an even size");
+  CHECK_VALUE(num_kv_heads == k_cache.size(2) && dim % 2 == 0, "the cache ", k_cache.sizes(), " must have ",
+              num_kv_heads, " heads of an even size");
   check_float(qkv, {tokens, (heads + num_kv_heads) * dim}, "qkv");
   check_float(cos, {tokens, dim / 2}, "cos");
   check_float(sin, {tokens, dim / 2}, "sin");

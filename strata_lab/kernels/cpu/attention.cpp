@@ -13,11 +13,11 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const
                            double scale, double k_scale, double v_scale, int64_t sinks, int64_t window) {
   check_caches(k_cache, v_cache);
   const int64_t dim = k_cache.size(3), kv_heads = k_cache.size(2), requests = block_tables.size(0);
-  TORCH_CHECK_VALUE(q.scalar_type() == at::kFloat && q.dim() == 3 && q.size(2) == dim && q.size(1) % kv_heads == 0,
-                    "q must be float32 [T, H, ", dim, "] with H a multiple of ", kv_heads, ", not ", q.scalar_type(), " ",
-                    q.sizes());
-  TORCH_CHECK_VALUE(dim % 8 == 0, "head_dim ", dim, " must be a multiple of 8");
-  TORCH_CHECK_VALUE(sinks >= 0 && window >= 0, "sinks and window must not be negative, not ", sinks, " and ", window);
+  CHECK_VALUE(q.scalar_type() == at::kFloat && q.dim() == 3 && q.size(2) == dim && q.size(1) % kv_heads == 0,
+              "q must be float32 [T, H, ", dim, "] with H a multiple of ", kv_heads, ", not ", q.scalar_type(), " ",
+              q.sizes());
+  CHECK_VALUE(dim % 8 == 0, "head_dim ", dim, " must be a multiple of 8");
+  CHECK_VALUE(sinks >= 0 && window >= 0, "sinks and window must not be negative, not ", sinks, " and ", window);
   const at::Tensor rows = q.stride(2) == 1 ? q : contiguous(q);
   const at::Tensor tables = as_int32(block_tables, {requests, block_tables.size(1)}, "block_tables");
   const at::Tensor lens = as_int32(seq_lens, {requests}, "seq_lens");

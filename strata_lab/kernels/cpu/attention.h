@@ -229,26 +229,26 @@ void run(const Queries& q, int64_t requests, const CacheView<C>& k_cache, const 
 }
 
 inline void check_lengths(const Queries& q, int64_t requests, int64_t tokens, int64_t num_blocks, int64_t block_size) {
-  TORCH_CHECK_VALUE(q.starts[0] == 0, "cu_seqlens_q must begin with 0, not ", q.starts[0]);
+  CHECK_VALUE(q.starts[0] == 0, "cu_seqlens_q must begin with 0, not ", q.starts[0]);
   for (int64_t b = 0; b < requests; ++b) {
-    TORCH_CHECK_VALUE(q.count(b) >= 0 && q.ends[b] <= tokens, "cu_seqlens_q must rise to at most ", tokens,
-                      ", the rows of q; request ", b, " ends at ", q.ends[b]);
+    CHECK_VALUE(q.count(b) >= 0 && q.ends[b] <= tokens, "cu_seqlens_q must rise to at most ", tokens,
+                ", the rows of q; request ", b, " ends at ", q.ends[b]);
     const int64_t blocks = (q.seq_lens[b] + block_size - 1) / block_size;
-    TORCH_CHECK_VALUE(blocks <= q.table_width, "request ", b, " has seq_len ", q.seq_lens[b], ", which needs ", blocks,
-                      " blocks of ", block_size, ", but block_tables has ", q.table_width, " columns");
+    CHECK_VALUE(blocks <= q.table_width, "request ", b, " has seq_len ", q.seq_lens[b], ", which needs ", blocks,
+                " blocks of ", block_size, ", but block_tables has ", q.table_width, " columns");
     for (int64_t i = 0; i < blocks; ++i) {
       const bool hidden = q.window > 0 && i * block_size >= q.sinks && (i + 1) * block_size <= q.window_start(b, 0);
       if (hidden) continue;
       const int64_t id = q.tables[b * q.table_width + i];
-      TORCH_CHECK_VALUE(id >= 0 && id < num_blocks, "block ", id, " of request ", b, " lies outside the cache's ",
-                        num_blocks, " blocks");
+      CHECK_VALUE(id >= 0 && id < num_blocks, "block ", id, " of request ", b, " lies outside the cache's ",
+                  num_blocks, " blocks");
     }
   }
 }
 
 inline at::Tensor as_int32(const at::Tensor& t, at::IntArrayRef sizes, const char* name) {
-  TORCH_CHECK_VALUE(t.scalar_type() == at::kInt && t.sizes() == sizes, name, " must be int32 ", sizes, ", not ",
-                    t.scalar_type(), " ", t.sizes());
+  CHECK_VALUE(t.scalar_type() == at::kInt && t.sizes() == sizes, name, " must be int32 ", sizes, ", not ",
+              t.scalar_type(), " ", t.sizes());
   return contiguous(t);
 }
 

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "refuse.h"
 #include "simd.h"
 
 namespace strata {
@@ -32,11 +33,22 @@ struct CacheView {
 };
 
 inline void check_caches(const at::Tensor& k, const at::Tensor& v) {
-  TORCH_CHECK_VALUE(k.dim() == 4 && k.sizes() == v.sizes(), "k_cache and v_cache must be [NB, BS, Hkv, D] alike, not ",
-                    k.sizes(), " and ", v.sizes());
-  TORCH_CHECK_VALUE(k.scalar_type() == v.scalar_type(), "k_cache and v_cache must have one dtype, not ", k.scalar_type(),
-                    " and ", v.scalar_type());
-  TORCH_CHECK_VALUE(k.stride(3) == 1 && v.stride(3) == 1, "the last dimension of a cache must be contiguous");
+  CHECK_VALUE(k.dim() == 4 && k.sizes() == v.sizes(), "k_cache and v_cache must be [NB, BS, Hkv, D] alike, not ",
+              k.sizes(), " and ", v.sizes());
+  CHECK_VALUE(k.scalar_type() == v.scalar_type(), "k_cache and v_cache must have one dtype, not ", k.scalar_type(),
+              " and ", v.scalar_type());
+  CHECK_VALUE(k.stride(3) == 1 && v.stride(3) == 1, "the last dimension of a cache must be contiguous");
+}
+
+// Slots [tokens] of a cache; a negative one is nobody's.
+inline void check_slots(const at::Tensor& slots, int64_t tokens, const at::Tensor& cache) {
+  CHECK_VALUE(slots.scalar_type() == at::kLong && slots.dim() == 1 && slots.size(0) == tokens && slots.is_contiguous(),
+              "slot_mapping must be contiguous int64 [", tokens, "], not ", slots.scalar_type(), " ", slots.sizes());
+  const int64_t limit = cache.size(0) * cache.size(1);
+  const int64_t* slot = slots.const_data_ptr<int64_t>();
+  for (int64_t t = 0; t < tokens; ++t) {
+    CHECK_VALUE(slot[t] < limit, "slot ", slot[t], " of token ", t, " lies outside the cache's ", limit, " slots");
+  }
 }
 
 // Calls run(C{}) with C the element type of the cache.
@@ -47,7 +59,7 @@ void with_cache_type(const at::Tensor& cache, const Run& run) {
     case at::kBFloat16: run(c10::BFloat16{}); break;
     case at::kFloat8_e4m3fn: run(c10::Float8_e4m3fn{}); break;
     default:
-      TORCH_CHECK_VALUE(false, "a cache must be float32, bfloat16 or float8_e4m3fn, not ", cache.scalar_type());
+      CHECK_VALUE(false, "a cache must be float32, bfloat16 or float8_e4m3fn, not ", cache.scalar_type());
   }
 }
 

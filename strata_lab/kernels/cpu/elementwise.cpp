@@ -15,8 +15,8 @@ namespace {
 constexpr int64_t kTaskFloats = 16384;  // numbers in a task: a few microseconds, more than a thread costs to wake
 
 void check_float(const at::Tensor& x, at::IntArrayRef sizes, const char* name) {
-  TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat && x.sizes() == sizes, name, " must be float32 ", sizes, ", not ",
-                    x.scalar_type(), " ", x.sizes());
+  CHECK_VALUE(x.scalar_type() == at::kFloat && x.sizes() == sizes, name, " must be float32 ", sizes, ", not ",
+              x.scalar_type(), " ", x.sizes());
 }
 
 // Calls run(first, count) for runs of at most kTaskFloats of `total` numbers.
@@ -28,7 +28,7 @@ void for_each_run(int64_t total, const Run& run) {
 }
 
 at::Tensor rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
-  TORCH_CHECK_VALUE(x.dim() == 3 && x.size(2) % 2 == 0, "x must be [T, H, D] with D even, not ", x.sizes());
+  CHECK_VALUE(x.dim() == 3 && x.size(2) % 2 == 0, "x must be [T, H, D] with D even, not ", x.sizes());
   const int64_t tokens = x.size(0), heads = x.size(1), dim = x.size(2);
   check_float(x, x.sizes(), "x");
   check_float(cos, {tokens, dim / 2}, "cos");
@@ -82,18 +82,18 @@ at::Tensor add(const at::Tensor& x, const at::Tensor& y) {
 }
 
 at::Tensor take_rows(const at::Tensor& table, const at::Tensor& ids) {
-  TORCH_CHECK_VALUE(table.dim() == 2 && table.scalar_type() == at::kFloat, "table must be float32 [R, C], not ",
-                    table.scalar_type(), " ", table.sizes());
-  TORCH_CHECK_VALUE(ids.dim() == 1 && ids.scalar_type() == at::kLong, "ids must be int64 [T], not ", ids.scalar_type(),
-                    " ", ids.sizes());
+  CHECK_VALUE(table.dim() == 2 && table.scalar_type() == at::kFloat, "table must be float32 [R, C], not ",
+              table.scalar_type(), " ", table.sizes());
+  CHECK_VALUE(ids.dim() == 1 && ids.scalar_type() == at::kLong, "ids must be int64 [T], not ", ids.scalar_type(),
+              " ", ids.sizes());
   const at::Tensor from = contiguous(table), rows = contiguous(ids);
   at::Tensor out = at::empty({ids.size(0), table.size(1)}, from.options());
   perform([=] {
     const int64_t* id = rows.const_data_ptr<int64_t>();
     const int64_t width = from.size(1);
     for (int64_t t = 0; t < rows.numel(); ++t) {
-      TORCH_CHECK_INDEX(id[t] >= 0 && id[t] < from.size(0), "id ", id[t], " is not a row of a table of ", from.size(0),
-                        " rows");
+      CHECK_INDEX(id[t] >= 0 && id[t] < from.size(0), "id ", id[t], " is not a row of a table of ", from.size(0),
+                  " rows");
       std::copy_n(from.const_data_ptr<float>() + id[t] * width, width, out.mutable_data_ptr<float>() + t * width);
     }
   });

@@ -57,8 +57,8 @@ float element(const Weights& w, int64_t panel, int64_t lane, int64_t c) {
 
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& data, const std::optional<at::Tensor>& scales,
                      const std::optional<at::Tensor>& mins, int64_t n, int64_t k) {
-  TORCH_CHECK_VALUE(ids.dim() == 1 && ids.scalar_type() == at::kLong, "ids must be int64 [T], not ", ids.scalar_type(),
-                    " ", ids.sizes());
+  CHECK_VALUE(ids.dim() == 1 && ids.scalar_type() == at::kLong, "ids must be int64 [T], not ", ids.scalar_type(),
+              " ", ids.sizes());
   const Weights w = as_weights(data, scales, mins, n, k);
   const at::Tensor rows = contiguous(ids);
   const int64_t count = rows.numel();
@@ -67,7 +67,7 @@ at::Tensor embedding(const at::Tensor& ids, const at::Tensor& data, const std::o
   perform([=, data = data, scales = scales, mins = mins] {
     const int64_t* id = rows.const_data_ptr<int64_t>();
     for (int64_t t = 0; t < count; ++t) {
-      TORCH_CHECK_INDEX(id[t] >= 0 && id[t] < n, "id ", id[t], " is not a row of a table of ", n, " rows");
+      CHECK_INDEX(id[t] >= 0 && id[t] < n, "id ", id[t], " is not a row of a table of ", n, " rows");
     }
     float* y = out.mutable_data_ptr<float>();
     for_each_task(count, count * k >= kSharedFloats, [&](int64_t t) {

@@ -175,9 +175,9 @@ void task(const Weights& w, const Epilogue& e, const Rows& x, int64_t first_pane
 
 const float* floats(const std::optional<at::Tensor>& tensor, int64_t numel, const char* name) {
   if (!tensor) return nullptr;
-  TORCH_CHECK_VALUE(tensor->scalar_type() == at::kFloat && tensor->is_contiguous() && tensor->numel() == numel, name,
-                    " must be contiguous float32 with ", numel, " elements, not ", tensor->scalar_type(), " ",
-                    tensor->sizes());
+  CHECK_VALUE(tensor->scalar_type() == at::kFloat && tensor->is_contiguous() && tensor->numel() == numel, name,
+              " must be contiguous float32 with ", numel, " elements, not ", tensor->scalar_type(), " ",
+              tensor->sizes());
   return tensor->const_data_ptr<float>();
 }
 
@@ -185,9 +185,9 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& data, const std::option
                   const std::optional<at::Tensor>& mins, int64_t n, const std::optional<at::Tensor>& bias,
                   const std::optional<at::Tensor>& norm_weight, double norm_eps,
                   const std::optional<at::Tensor>& residual, bool silu_mul) {
-  TORCH_CHECK_VALUE(x.dim() == 2 && x.scalar_type() == at::kFloat, "x must be float32 [T, K], not ", x.scalar_type(),
-                    " ", x.sizes());
-  TORCH_CHECK_VALUE(!silu_mul || n % (2 * kPanelRows) == 0, "silu_mul needs N divisible by 16, not ", n);
+  CHECK_VALUE(x.dim() == 2 && x.scalar_type() == at::kFloat, "x must be float32 [T, K], not ", x.scalar_type(),
+              " ", x.sizes());
+  CHECK_VALUE(!silu_mul || n % (2 * kPanelRows) == 0, "silu_mul needs N divisible by 16, not ", n);
   const at::Tensor rows = contiguous(x);
   const Weights w = as_weights(data, scales, mins, n, x.size(1));
   const int64_t out_n = silu_mul ? n / 2 : n;

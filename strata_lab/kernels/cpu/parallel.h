@@ -11,7 +11,7 @@ namespace strata {
 
 // Calls run(task) once for each task in [0, tasks). Each thread has a range of its own, so it reads weights in one
 // stream; done with it, it takes tasks from the others' ranges, so a thread that the system holds up delays them
-// little. Which thread runs a task must not change its result.
+// little. Which thread runs a task must not change its result, and none may throw: what can be wrong is checked before.
 template <typename Run>
 void for_each_task(int64_t tasks, bool worth_sharing, const Run& run) {
   constexpr int64_t kMaxThreads = 64;

@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "parallel.h"
+#include "refuse.h"
 #include "simd.h"
 
 namespace strata {
@@ -15,7 +16,7 @@ constexpr int64_t kLineBytes = 64;
 
 // The sum of all whole cache lines as 32-bit numbers, so that no read can be left out.
 int64_t read_probe(const at::Tensor& data) {
-  TORCH_CHECK_VALUE(data.is_contiguous(), "read_probe needs a contiguous tensor");
+  CHECK_VALUE(data.is_contiguous(), "read_probe needs a contiguous tensor");
   const auto* bytes = static_cast<const uint8_t*>(data.const_data_ptr());
   const int64_t size = data.numel() * data.element_size() / kLineBytes * kLineBytes;
   std::atomic<int64_t> total{0};

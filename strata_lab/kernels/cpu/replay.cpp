@@ -33,12 +33,12 @@ Captures& captures() {
 std::shared_ptr<Program> program(int64_t handle) {
   const std::lock_guard<std::mutex> guard(captures().lock);
   const auto found = captures().programs.find(handle);
-  TORCH_CHECK_VALUE(found != captures().programs.end(), "capture ", handle, " does not exist or was freed");
+  CHECK_VALUE(found != captures().programs.end(), "capture ", handle, " does not exist or was freed");
   return found->second;
 }
 
 int64_t capture_begin() {
-  TORCH_CHECK_VALUE(!open_capture(), "a capture is open on this thread already; end it first");
+  CHECK_VALUE(!open_capture(), "a capture is open on this thread already; end it first");
   const std::lock_guard<std::mutex> guard(captures().lock);
   const int64_t handle = ++captures().last;
   open_capture() = (captures().programs[handle] = std::make_shared<Program>()).get();
@@ -46,7 +46,7 @@ int64_t capture_begin() {
 }
 
 int64_t capture_end() {
-  TORCH_CHECK_VALUE(open_capture(), "no capture is open on this thread");
+  CHECK_VALUE(open_capture(), "no capture is open on this thread");
   const int64_t operators = static_cast<int64_t>(open_capture()->size());
   open_capture() = nullptr;
   return operators;

@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "refuse.h"
+
 namespace strata {
 
 // The program that a capture on this thread writes to; null when none is open.
@@ -18,8 +20,8 @@ std::vector<std::function<void()>>*& open_capture();
 
 // `tensor` itself if it is contiguous, else a copy; a copy made while capturing would be stale at every replay.
 inline at::Tensor contiguous(const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(!open_capture() || tensor.is_contiguous(), "a captured operator got a tensor ", tensor.sizes(),
-                    " with strides ", tensor.strides(), ", which it would have to copy; make it contiguous");
+  CHECK_VALUE(!open_capture() || tensor.is_contiguous(), "a captured operator got a tensor ", tensor.sizes(),
+              " with strides ", tensor.strides(), ", which it would have to copy; make it contiguous");
   return tensor.contiguous();
 }
 

@@ -13,10 +13,10 @@ namespace {
 constexpr int64_t kTaskFloats = 16384;  // numbers in a task: a few microseconds, more than a thread costs to wake
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
-  TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat,
-                    "x and weight must be float32 on the CPU, not ", x.scalar_type(), " and ", weight.scalar_type());
-  TORCH_CHECK_VALUE(x.dim() >= 1 && weight.dim() == 1 && weight.size(0) == x.size(-1), "weight ", weight.sizes(),
-                    " must be as long as the last dimension of x ", x.sizes());
+  CHECK_VALUE(x.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat,
+              "x and weight must be float32 on the CPU, not ", x.scalar_type(), " and ", weight.scalar_type());
+  CHECK_VALUE(x.dim() >= 1 && weight.dim() == 1 && weight.size(0) == x.size(-1), "weight ", weight.sizes(),
+              " must be as long as the last dimension of x ", x.sizes());
   const at::Tensor in = contiguous(x), w = contiguous(weight);
   at::Tensor out = at::empty(x.sizes(), in.options());
   const int64_t width = x.size(-1), rows = width == 0 ? 0 : in.numel() / width;

@@ -18,10 +18,10 @@ constexpr int64_t kFirstPages = 1, kLastPages = 2;  // always attended: what att
 constexpr int64_t kSharedFloats = 65536;            // fewer numbers are not worth a second thread
 
 void check_bounds(const at::Tensor& bounds, const at::Tensor& k_cache) {
-  TORCH_CHECK_VALUE(bounds.sizes() == at::IntArrayRef({k_cache.size(0), k_cache.size(2), 2, k_cache.size(3)}) &&
-                        bounds.scalar_type() == k_cache.scalar_type() && bounds.is_contiguous(),
-                    "bounds_cache must be contiguous ", k_cache.scalar_type(), " [NB, Hkv, 2, D] of the cache ",
-                    k_cache.sizes(), ", not ", bounds.scalar_type(), " ", bounds.sizes());
+  CHECK_VALUE(bounds.sizes() == at::IntArrayRef({k_cache.size(0), k_cache.size(2), 2, k_cache.size(3)}) &&
+                  bounds.scalar_type() == k_cache.scalar_type() && bounds.is_contiguous(),
+              "bounds_cache must be contiguous ", k_cache.scalar_type(), " [NB, Hkv, 2, D] of the cache ",
+              k_cache.sizes(), ", not ", bounds.scalar_type(), " ", bounds.sizes());
 }
 
 // The smallest and largest of keys [0, count) of a block in every dimension, as they are stored.
@@ -44,11 +44,9 @@ void bound_page(const CacheView<C>& cache, int64_t block, int64_t count, int64_t
 void page_bounds(const at::Tensor& k_cache, at::Tensor bounds, const at::Tensor& slot_mapping) {
   check_caches(k_cache, k_cache);
   check_bounds(bounds, k_cache);
-  TORCH_CHECK_VALUE(k_cache.size(3) % 8 == 0, "head_dim ", k_cache.size(3), " must be a multiple of 8");
-  TORCH_CHECK_VALUE(slot_mapping.scalar_type() == at::kLong && slot_mapping.dim() == 1 && slot_mapping.is_contiguous(),
-                    "slot_mapping must be contiguous int64 [T], not ", slot_mapping.scalar_type(), " ",
-                    slot_mapping.sizes());
+  CHECK_VALUE(k_cache.size(3) % 8 == 0, "head_dim ", k_cache.size(3), " must be a multiple of 8");
   perform([=] {
+    check_slots(slot_mapping, slot_mapping.numel(), k_cache);
     const int64_t* slots = slot_mapping.const_data_ptr<int64_t>();
     const int64_t tokens = slot_mapping.size(0), heads = k_cache.size(2), size = k_cache.size(1);
     const int64_t row = 2 * k_cache.size(3);
@@ -59,7 +57,6 @@ void page_bounds(const at::Tensor& k_cache, at::Tensor bounds, const at::Tensor&
       for_each_task(tokens, tokens * heads * size * row >= kSharedFloats, [&](int64_t t) {
         const int64_t block = slots[t] / size, offset = slots[t] % size;
         if (slots[t] < 0) return;
-        TORCH_CHECK_VALUE(block < k_cache.size(0), "slot ", slots[t], " of token ", t, " lies outside the cache");
         // Tokens of a text stand side by side: only the last one in a block bounds it.
         if (t + 1 < tokens && slots[t + 1] == slots[t] + 1 && offset + 1 < size) return;
         for (int64_t h = 0; h < heads; ++h) bound_page(keys, block, offset + 1, h, out + (block * heads + h) * row);
@@ -187,15 +184,15 @@ at::Tensor sparse_attention(const at::Tensor& q, const at::Tensor& k_cache, cons
   check_caches(k_cache, v_cache);
   check_bounds(bounds, k_cache);
   const int64_t dim = k_cache.size(3), kv_heads = k_cache.size(2), requests = block_tables.size(0);
-  TORCH_CHECK_VALUE(k_cache.is_contiguous() && v_cache.is_contiguous(), "k_cache and v_cache must be contiguous");
-  TORCH_CHECK_VALUE(k_cache.size(0) * k_cache.size(1) * kv_heads <= std::numeric_limits<int32_t>::max(),
-                    "the cache ", k_cache.sizes(), " has more rows than int32 counts");
-  TORCH_CHECK_VALUE(q.scalar_type() == at::kFloat && q.dim() == 3 && q.size(2) == dim && q.size(1) % kv_heads == 0,
-                    "q must be float32 [T, H, ", dim, "] with H a multiple of ", kv_heads, ", not ", q.scalar_type(), " ",
-                    q.sizes());
-  TORCH_CHECK_VALUE(dim % 8 == 0, "head_dim ", dim, " must be a multiple of 8");
-  TORCH_CHECK_VALUE(pages > kFirstPages + kLastPages, "pages must be at least ", kFirstPages + kLastPages + 1, ", not ",
-                    pages);
+  CHECK_VALUE(k_cache.is_contiguous() && v_cache.is_contiguous(), "k_cache and v_cache must be contiguous");
+  CHECK_VALUE(k_cache.size(0) * k_cache.size(1) * kv_heads <= std::numeric_limits<int32_t>::max(),
+              "the cache ", k_cache.sizes(), " has more rows than int32 counts");
+  CHECK_VALUE(q.scalar_type() == at::kFloat && q.dim() == 3 && q.size(2) == dim && q.size(1) % kv_heads == 0,
+              "q must be float32 [T, H, ", dim, "] with H a multiple of ", kv_heads, ", not ", q.scalar_type(), " ",
+              q.sizes());
+  CHECK_VALUE(dim % 8 == 0, "head_dim ", dim, " must be a multiple of 8");
+  CHECK_VALUE(pages > kFirstPages + kLastPages, "pages must be at least ", kFirstPages + kLastPages + 1, ", not ",
+              pages);
   const at::Tensor rows = contiguous(q);
   const at::Tensor tables = as_int32(block_tables, {requests, block_tables.size(1)}, "block_tables");
   const at::Tensor lens = as_int32(seq_lens, {requests}, "seq_lens");

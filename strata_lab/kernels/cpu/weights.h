@@ -7,6 +7,7 @@
 
 #include <optional>
 
+#include "refuse.h"
 #include "simd.h"
 
 namespace strata {
@@ -37,7 +38,7 @@ inline Format format_of(at::ScalarType dtype) {
     case at::kFloat8_e4m3fn: return Format::kFp8;
     case at::kChar: return Format::kInt8;
     case at::kByte: return Format::kInt4;
-    default: TORCH_CHECK_VALUE(false, "packed weights of dtype ", dtype, " are unknown; use packing.pack");
+    default: CHECK_VALUE(false, "packed weights of dtype ", dtype, " are unknown; use packing.pack");
   }
 }
 
@@ -46,12 +47,12 @@ inline Weights as_weights(const at::Tensor& data, const std::optional<at::Tensor
   const Format format = format_of(data.scalar_type());
   const int64_t step = format == Format::kFp32 ? 1 : format == Format::kBf16 ? 2 : format == Format::kFp8 ? 4 : kGroup;
   const int64_t panels = data.size(0), columns = (k + step - 1) / step * step;
-  TORCH_CHECK_VALUE(data.is_contiguous() && data.size(1) * step == columns && (n + 7) / 8 == panels,
-                    "packed data of shape ", data.sizes(), " does not hold [", n, ", ", k, "]");
+  CHECK_VALUE(data.is_contiguous() && data.size(1) * step == columns && (n + 7) / 8 == panels,
+              "packed data of shape ", data.sizes(), " does not hold [", n, ", ", k, "]");
   const auto part = [&](const std::optional<at::Tensor>& tensor, at::ScalarType dtype, int64_t groups) -> const void* {
-    TORCH_CHECK_VALUE(tensor && tensor->scalar_type() == dtype && tensor->is_contiguous() &&
-                          tensor->numel() == panels * groups * kPanelRows,
-                      "packed scales or mins are missing or do not match the data of shape ", data.sizes());
+    CHECK_VALUE(tensor && tensor->scalar_type() == dtype && tensor->is_contiguous() &&
+                    tensor->numel() == panels * groups * kPanelRows,
+                "packed scales or mins are missing or do not match the data of shape ", data.sizes());
     return tensor->const_data_ptr();
   };
   Weights w{format, panels, columns, 0, static_cast<const uint8_t*>(data.const_data_ptr())};
