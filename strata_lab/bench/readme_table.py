@@ -137,7 +137,10 @@ RECORDED: dict[Path, dict[str, tuple[Made, str]]] = {  # document to its section
         "speculation": (speculation_bars, "speculation_cpu.json"),
     },
     DOCS / "gpu.md": {"gpu": (gpu_table, "evidence_gpu.json")},
-    DOCS / "speculation.md": {"speculation": (speculation_table, "speculation_cpu.json")},
+    DOCS / "speculation.md": {
+        "speculation": (speculation_table, "speculation_cpu.json"),
+        "speculation on a GPU": (speculation_table, "speculation_gpu.json"),
+    },
     DOCS / "serving.md": {
         "scheduling": (scheduling_table, "scheduling_cpu.json"),
         "http": (http_table, "http_overhead.json"),

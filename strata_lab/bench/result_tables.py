@@ -181,17 +181,19 @@ def speculation_table(records: Sequence[Rec]) -> tuple[str, Rec]:
         "accepted by place, %",
     ]
     lines = ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 2)]
-    for (_, workload), cells in by_workload(records).items():
+    drafters = dict.fromkeys(drafter for drafter, _ in by_workload(records))
+    for (drafter, workload), cells in by_workload(records).items():
+        label = workload if len(drafters) == 1 else f"{workload}, {drafter}"
         first = cells[min(cells)]
         m = first["metrics"]
         nets = [f"{cells[batch]['metrics']['net']:.2f}" if batch in cells else "" for batch in batches]
         figures = [f"{m['plain_tok_s']:.0f} to {m['output_tok_s']:.0f}", *nets, f"{m['tokens_per_step']:.2f}"]
-        lines.append("| " + " | ".join([workload, first["conditions"]["task"], *figures, acceptance(first)]) + " |")
+        lines.append("| " + " | ".join([label, first["conditions"]["task"], *figures, acceptance(first)]) + " |")
     c = next(iter(by_workload(records).values()))[batches[0]]["conditions"]
     note = (
-        f"{c['model']}, {c['drafter']} drafts, up to {c['num_draft_tokens']} per step as the policy sees fit; tokens "
-        "per second over those of the same texts without drafts, so many together. Behind a place that is named: where "
-        "its figure lies with 95%."
+        f"{c['model']}, weights in {c['weight_format']}, drafts: {', '.join(drafters)}, up to {c['num_draft_tokens']} "
+        "per step as the policy sees fit; tokens per second over those of the same texts without drafts, so many "
+        "together. Behind a place that is named: where its figure lies with 95%."
     )
     bars, first = speculation_bars(records)
     return "\n".join([note, "", *lines, "", bars]), first
