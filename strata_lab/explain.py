@@ -54,7 +54,7 @@ _CUDA = {
     "requests at a time. Drafting stops where the clock says that it loses.",
     "num_draft_tokens": "Bounds a guess; how many pay is measured on this card, of 1, 2, 3, 5 and 7.",
     "cuda_graph": "The decode step, sampling included, is a CUDA graph per batch size that feeds its own tokens back; "
-    "off launches every kernel from Python.",
+    "steps with prompts are graphs from their second time on. Off launches every kernel from Python.",
     "fused_kernels": "Norms, RoPE, cache write, SiLU, weighted sums and residuals run inside products and attention; "
     "off gives each a kernel of its own.",
     "batch_invariant": "One kernel and one order of sums for every number of rows: decodes at long contexts and "
