@@ -56,27 +56,26 @@ def rounded(checkpoint: Any, name: str, granularity: str | None, layers: int | N
     return overlay
 
 
-@pytest.mark.parametrize(
-    ("name", "granularity", "share"), [("int8", "group32", 0.005), ("int8", "channel", 0.015), ("fp8", "channel", 0.02)]
-)
-def test_eight_bits_to_nearest_cost_little_perplexity(
-    name: str, granularity: str, share: float, checkpoint: Any, evaluation: list[list[int]], reference: Any
+@pytest.mark.parametrize(("granularity", "share"), [("group32", 0.005), ("channel", 0.015)])
+def test_int8_to_nearest_costs_little_perplexity(
+    granularity: str, share: float, checkpoint: Any, evaluation: list[list[int]], reference: Any
 ) -> None:
-    """Half a percent is what groups of 32 must keep to; the other two bounds only say that nothing got worse.
+    """Half a percent is what groups of 32 must keep to; the other bound only says that nothing got worse.
 
     What each variant costs, calibrated methods included: `docs/results/quality_cpu.json`.
     """
-    found = compare(reference, sequence_logits(rounded(checkpoint, name, granularity)), evaluation)
+    found = _loss(reference, rounded(checkpoint, "int8", granularity), evaluation)
     assert found.perplexity / found.reference_perplexity - 1 < share
 
 
-def test_a_head_in_fp8_costs_more_than_all_layers_in_fp8(
+def test_fp8_costs_little_perplexity_and_in_the_head_more_than_in_all_layers(
     checkpoint: Any, evaluation: list[list[int]], reference: Any
 ) -> None:
-    """It is the embedding too, and what it rounds goes straight into the logits."""
+    """The head is the embedding too, and what it rounds goes straight into the logits."""
     overlay = Overlay(checkpoint)
     overlay.put(HEAD, convert(checkpoint.linear(HEAD), "fp8"))
-    layers = _loss(reference, rounded(checkpoint, "fp8", "channel"), evaluation)  # one is several times the other
+    layers = _loss(reference, rounded(checkpoint, "fp8", "channel"), evaluation)
+    assert layers.perplexity / layers.reference_perplexity - 1 < 0.02, "nothing got worse"
     assert _loss(reference, overlay, evaluation).mean_kl > layers.mean_kl
 
 
@@ -85,7 +84,7 @@ def test_gptq_takes_more_than_half_off_the_loss_of_four_bits(
 ) -> None:
     """The first three layers in groups of 64, calibrated on the other text: mean KL against the stored model."""
     layers, fmt = 3, get_grid_format("int4", "group64")
-    tokens = windows(checkpoint.tokenizer().encode(text("calibration"), add_special_tokens=False), 512)[::2]
+    tokens = windows(checkpoint.tokenizer().encode(text("calibration"), add_special_tokens=False), 512)[::4]
     overlay = Overlay(checkpoint)
     for one in quantize_model(checkpoint, tokens, fmt, "gptq"):
         if int(one.name.split(".")[2]) == layers:
