@@ -14,40 +14,33 @@ def gpu_summary(records: Sequence[Rec]) -> tuple[str, Rec]:
     shortest = min(r["conditions"]["context"] for r in decode)
     batches = sorted({r["conditions"]["batch"] for r in decode})
     first = {(r["conditions"]["model"], r["conditions"]["weight_format"]): r for r in records if r["name"] == "ttft"}
-    rows: dict[tuple[str, str], dict[int, Rec]] = {}
-    for r in sorted(decode, key=_by_format):
-        c = r["conditions"]
-        if c["context"] == shortest:
-            rows.setdefault((c["model"], c["weight_format"]), {})[c["batch"]] = r
     lengths = _lengths(next(iter(first.values())))[:2]
     heads = ["model", "weights", "one stream", "% of roofline", *(f"{n} streams in total" for n in batches[1:])]
     heads += [f"first token after {n}, ms" for n in lengths]
     lines = ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 2)]
-    for key, cells in rows.items():
+    for (model, weights, context), cells in _cells(decode, "context", "batch").items():
+        if context != shortest:
+            continue
         alone = cells[batches[0]]["metrics"]
         together = [f"{cells[n]['metrics']['output_tok_s']:.0f}" if n in cells else "" for n in batches[1:]]
-        waits = [f"{first[key]['metrics'][f'ttft_ms_{n}']:.0f}" for n in lengths]
+        waits = [f"{first[model, weights]['metrics'][f'ttft_ms_{n}']:.0f}" for n in lengths]
         figures = [f"{alone['output_tok_s']:.0f}", f"{alone['mbu']:.0%}", *together, *waits]
-        lines.append("| " + " | ".join([*key, *figures]) + " |")
+        lines.append("| " + " | ".join([model, weights, *figures]) + " |")
     note = (
         f"Tokens per second behind prompts of {shortest} tokens, {decode[0]['conditions']['kv_cache_dtype']} cache, "
         "random weights of the reference geometries, every stream a text of its own:"
     )
-    return "\n".join([note, "", *lines]), records[0]
+    return "\n".join([note, "", *lines]), _of_all(records)
 
 
 def gpu_table(records: Sequence[Rec]) -> tuple[str, Rec]:
     """Decode on a GPU by model, format, streams and context, then first tokens and memory."""
     decode = [r for r in records if r["name"] == "decode"]
     contexts = sorted({r["conditions"]["context"] for r in decode})
-    rows: dict[tuple[str, str, int], dict[int, Rec]] = {}
-    for r in sorted(decode, key=_by_format):
-        c = r["conditions"]
-        rows.setdefault((c["model"], c["weight_format"], c["batch"]), {})[c["context"]] = r
     heads = ["model", "weights", "streams", f"tok/s in total at {contexts[0]}", "slowest to fastest", "per stream"]
     heads += ["% of bare replay", "% of roofline", *(f"tok/s (% of roofline) at {c}" for c in contexts[1:])]
     lines = ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 2)]
-    for (model, weights, batch), cells in rows.items():
+    for (model, weights, batch), cells in _cells(decode, "batch", "context").items():
         r = cells[contexts[0]]
         m = r["metrics"]
         line = (
@@ -62,7 +55,21 @@ def gpu_table(records: Sequence[Rec]) -> tuple[str, Rec]:
         "different experts than those of a text; in italics bare replays, where prompts of that length were "
         "too many."
     )
-    return "\n".join([note, "", *lines, "", _first_tokens(records)]), records[0]
+    return "\n".join([note, "", *lines, "", _first_tokens(records)]), _of_all(records)
+
+
+def _cells(decode: Sequence[Rec], row: str, column: str) -> dict[tuple[str, str, int], dict[int, Rec]]:
+    """(model, format, value of the condition `row`) to value of `column` to record."""
+    found: dict[tuple[str, str, int], dict[int, Rec]] = {}
+    for r in sorted(decode, key=lambda r: (*_by_format(r), r["conditions"][row])):
+        c = r["conditions"]
+        found.setdefault((c["model"], c["weight_format"], c[row]), {})[c[column]] = r
+    return found
+
+
+def _of_all(records: Sequence[Rec]) -> Rec:
+    """For the caption: the first record, with the commits of all, since cells are measured again one by one."""
+    return {**records[0], "commit": " and ".join(dict.fromkeys(r["commit"] for r in records))}
 
 
 def _lengths(record: Rec) -> list[str]:
