@@ -67,6 +67,11 @@ class Finished:
         self.step, self._stream = step, on.stream
 
     @property
+    def capture_bytes(self) -> int:
+        """Device memory that captures of the step took."""
+        return getattr(self.step, "capture_bytes", 0)
+
+    @property
     def states(self) -> Tensor | None:
         """`Step.states`."""
         return self.step.states

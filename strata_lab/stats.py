@@ -112,7 +112,7 @@ class EngineStats:
             kv_blocks_total=blocks.num_blocks,
             weight_bytes=parts.weights.nbytes,
             kv_bytes=parts.kv.nbytes,
-            capture_bytes=parts.runner.capture_bytes,
+            capture_bytes=parts.runner.capture_bytes + (0 if parts.lane is None else parts.lane.runner.capture_bytes),
             bytes_per_step=parts.weights.bytes_read(accounts.config, 1),
             kv_bytes_per_token=parts.kv.bytes_per_token,
             output_tok_s=accounts.output_tok_s(time.perf_counter()),

@@ -322,7 +322,9 @@ def test_a_lanes_step_has_been_computed_before_anything_of_it_is_asked_for() -> 
         order.append("launched")
         return logits
 
+    step.capture_bytes = 7  # type: ignore[attr-defined]
     finished = Finished(step, LaneStream(stream))  # type: ignore[arg-type]
+    assert Runner(finished, Sampler(), BLOCK_SIZE, torch.device("cpu")).capture_bytes == 7
     assert finished(None) is logits  # type: ignore[arg-type]
     assert order == ["launched", "waited"]
 
@@ -336,7 +338,7 @@ def test_a_failing_prompt_in_the_lane_ends_its_request_alone(folder: Any, plain:
         made.step()
         lane = made._loop.parts.lane
         assert lane is not None
-        lane.runner = None  # type: ignore[assignment]
+        lane.runner = SimpleNamespace(capture_bytes=0)  # type: ignore[assignment]
         second = made.add_request(prompts(2)[1], params)
         while made.step() or made.stats().num_running:
             pass
