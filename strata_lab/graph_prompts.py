@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 # Tokens of a step. The operators choose their kernels at 16 and 128 rows, so no size lies on both sides of these.
 PROMPT_TOKENS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
-PROMPT_REQUESTS = (1, 2, 4, 8, 16, 32)
+PROMPT_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
 TABLE_WIDTH = 256  # blocks; a wider table costs a prompt nothing, so few widths will do
 MAX_PROMPT_CAPTURES = 48
 

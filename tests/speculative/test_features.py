@@ -55,6 +55,7 @@ def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     recipe = dataclasses.replace(RECIPE, target=str(target))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("strata_lab.speculative.train.texts.HELD_OUT", 6)  # of few texts enough to measure with
+        patch.setattr("strata_lab.speculative.train.recipe.user_turn", lambda tokenizer: None)  # it would ask noise
         return train_draft(recipe, tmp_path_factory.mktemp("drafts") / "tiny", progress=lambda task, fraction: None)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from itertools import accumulate, islice
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +20,13 @@ from strata_lab.quant.forward import sequence_logits
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.settings import ConfigError
 from strata_lab.speculative.forecast import draft_memory
-from strata_lab.speculative.traffic import Text
+from strata_lab.speculative.traffic import Text, TrafficFile
 from strata_lab.speculative.train.features import FeatureLesson
 from strata_lab.speculative.train.lessons import BEST_SHARE, TokenLesson, distillation_loss, runs_in
-from strata_lab.speculative.train.making import before_loop
+from strata_lab.speculative.train.making import before_loop, make_texts
 from strata_lab.speculative.train.measure import HeldOut, acceptance
 from strata_lab.speculative.train.network import Network, Teacher, first_draft, read_network
-from strata_lab.speculative.train.prompts import prompts, read_seeds
+from strata_lab.speculative.train.prompts import prompts, read_seeds, user_turn
 from strata_lab.speculative.train.recipe import train_draft
 from strata_lab.speculative.train.settings import Recipe
 from strata_lab.speculative.train.texts import Rows, batches, split
@@ -50,7 +52,11 @@ def trained(target, tmp_path_factory):
     recipe = dataclasses.replace(RECIPE, target=str(target))
     tasks: list[str] = []
     out = tmp_path_factory.mktemp("drafts") / "tiny"
-    return train_draft(recipe, out, progress=lambda task, fraction: tasks.append(task)), tasks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "strata_lab.speculative.train.recipe.user_turn", lambda tokenizer: None
+        )  # what a random model asks is noise
+        return train_draft(recipe, out, progress=lambda task, fraction: tasks.append(task)), tasks
 
 
 def texts(count: int = 200, seed: int = 0) -> list[Text]:
@@ -250,6 +256,51 @@ def test_prompts_are_many_and_the_same_for_a_seed() -> None:
     assert all(p == list(range(p[0], p[0] + len(p))) for p in pieces)
     with pytest.raises(ConfigError, match="without a tokenizer"):
         next(prompts(1, seeds, chats=False))
+
+
+def test_half_of_a_chats_requests_are_what_the_model_expects_to_be_asked(target, tmp_path) -> None:
+    tokenizer = open_checkpoint(str(target)).tokenizer()
+    turn = user_turn(tokenizer)
+    assert turn is not None
+    whole = tokenizer.render_chat([{"role": "user", "content": "Hello"}])
+    assert tokenizer.decode(turn.token_ids, skip_special_tokens=False) == whole.split("Hello")[0]
+    asked = list(islice(prompts(1, read_seeds(), chats=True, tokenizer=tokenizer, turn=turn), 400))
+    assert 0.35 < sum(prompt is turn for prompt in asked) / 400 < 0.5
+    assert user_turn(SimpleNamespace(render_chat=lambda messages: "says nothing")) is None
+
+    class Thinking:
+        """Answers at once; it says "Why?" where the user is to speak."""
+
+        optimizations = SimpleNamespace(max_num_seqs=2)
+
+        def __init__(self) -> None:
+            self.asked: dict[str, Any] = {}
+
+        def start(self) -> None: ...
+
+        def follow(self, prompt, params, inbox):
+            name = f"r{len(self.asked)}"
+            self.asked[name] = prompt, params
+            inbox.put(SimpleNamespace(request_id=name, finish_reason="stop", error=None))
+            return SimpleNamespace(request=SimpleNamespace(request_id=name))
+
+        def output(self, name):
+            thinks = self.asked[name][0] == list(turn.token_ids)
+            return SimpleNamespace(prompt_token_ids=(1,), token_ids=(5, 6, 7), text=" Why? " if thinks else "So.")
+
+        def forget(self, name) -> None: ...
+
+    engine, file = Thinking(), TrafficFile(tmp_path / "made.jsonl")
+    wanted: Any = iter([turn, "Once upon a time", turn, *["More"] * 99])
+    made = make_texts(
+        engine, wanted, file, tokens=12, seconds=60.0, output_tokens=3, seed=4, progress=lambda task, done: None
+    )
+    file.close()
+    said = [prompt for prompt, _ in engine.asked.values()]
+    assert said.count([{"role": "user", "content": "Why?"}]) == 2
+    assert said.count(list(turn.token_ids)) == 2
+    assert made.texts == len(said) - 2 and made.tokens == 3 * made.texts, "what it is asked is not learned from"
+    assert all(params.temperature == 1.0 for prompt, params in engine.asked.values() if prompt == list(turn.token_ids))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,12 @@ from strata_lab.events import TokenEvent
 from strata_lab.sampling_params import RequestError, SamplingParams
 from strata_lab.speculative.loops import MIN_TOKENS, is_loop
 from strata_lab.speculative.traffic import Text, TrafficFile
-from strata_lab.speculative.train.prompts import Prompt
+from strata_lab.speculative.train.prompts import Prompt, UserTurn
 
 GREEDY_SHARE = 0.4  # of the texts; the others are drawn
 TEMPERATURES = (0.6, 0.8, 1.0)  # of those, in turn
 TOP_K, TOP_P = 50, 0.98  # of those: few enough tokens that a device draws without its host
+QUESTION_TEMPERATURE, QUESTION_TOKENS = 1.0, 64  # of requests that the target thinks up
 MOST_REFUSED = 100  # prompts in a row that the model does not take, before that is an error
 PATIENCE_S = 0.2  # between two looks at the clock while nothing ends
 
@@ -51,7 +53,7 @@ class _Ended:
 
 def make_texts(
     engine: Any,
-    prompts: Iterator[Prompt],
+    prompts: Iterator[Prompt | UserTurn],
     target: TrafficFile,
     *,
     tokens: int,
@@ -64,7 +66,7 @@ def make_texts(
 
     Args:
         engine: an `LLMEngine`; its loop is started.
-        prompts: what to ask, without end.
+        prompts: what to ask, without end; where it is a user's turn, the target says what, and is then asked that.
         target: where the texts go.
         tokens, seconds: when to stop; texts that are being written then are finished if tokens are enough, and dropped
             if the time is over.
@@ -76,7 +78,8 @@ def make_texts(
         RequestError: the model takes none of many prompts in a row; RuntimeError: a step of it failed.
     """
     inbox, started = _Ended(), time.monotonic()
-    waiting: dict[str, float] = {}
+    waiting: dict[str, float | None] = {}  # temperature of a text; None of a question
+    questions: deque[Prompt] = deque()
     most = 2 * engine.optimizations.max_num_seqs  # so that one is always there to begin
     index = num_texts = num_tokens = 0
     engine.start()
@@ -93,13 +96,14 @@ def make_texts(
 
     def ask() -> None:
         nonlocal index
-        temperature = _temperature(index)
-        params = SamplingParams(
-            temperature=temperature, top_k=TOP_K, top_p=TOP_P, max_tokens=output_tokens, seed=seed + index
-        )
+        prompt = questions.popleft() if questions else next(prompts)
+        thinks, temperature, length = isinstance(prompt, UserTurn), _temperature(index), output_tokens
+        if isinstance(prompt, UserTurn):
+            prompt, temperature, length = list(prompt.token_ids), QUESTION_TEMPERATURE, min(QUESTION_TOKENS, length)
+        params = SamplingParams(temperature=temperature, top_k=TOP_K, top_p=TOP_P, max_tokens=length, seed=seed + index)
         index += 1
-        session = engine.follow(next(prompts), params, inbox)
-        waiting[session.request.request_id] = temperature
+        session = engine.follow(prompt, params, inbox)
+        waiting[session.request.request_id] = None if thinks else temperature
 
     try:
         while (num_tokens < tokens or waiting) and time.monotonic() - started < seconds:
@@ -115,11 +119,14 @@ def make_texts(
                 raise RuntimeError(f"the target could not write: {event.error}")
             output = engine.output(event.request_id)
             engine.forget(event.request_id)
-            made = before_loop(output.token_ids)
-            if event.finish_reason in ("stop", "length"):
-                target.add(Text(output.prompt_token_ids, made, waiting[event.request_id]))
+            temperature = waiting.pop(event.request_id)
+            if temperature is None:
+                if event.finish_reason == "stop" and (said := output.text.strip()):
+                    questions.append([{"role": "user", "content": said}])
+            elif event.finish_reason in ("stop", "length"):
+                made = before_loop(output.token_ids)
+                target.add(Text(output.prompt_token_ids, made, temperature))
                 num_texts, num_tokens = num_texts + 1, num_tokens + len(made)
-            del waiting[event.request_id]
             done = max(num_tokens / tokens, (time.monotonic() - started) / seconds)
             progress(f"{num_tokens:,} tokens written by the target", min(1.0, done))
     finally:

@@ -1,7 +1,9 @@
 """What the target is asked, so that it writes texts to learn from: requests of many kinds, beginnings of texts.
 
-`seed_prompts.txt` was written for this project: ways of asking, things to ask about, and first sentences. Text of the
-user's own is cut into beginnings, which the target continues. The order is random and the same for the same seed.
+`seed_prompts.txt` was written for this project: ways of asking, things to ask about, and first sentences. Few people
+ask like that, so of a model that chats half of the requests are its own: it is given a chat up to where the user begins
+to speak, says what it expects there, and is then asked that. Text of the user's own is cut into beginnings, which the
+target continues. The order is random and the same for the same seed.
 """
 
 from __future__ import annotations
@@ -18,9 +20,25 @@ SEEDS_FILE = Path(__file__).with_name("seed_prompts.txt")
 SECTIONS = ("requests", "topics", "openings")
 OPENING_SHARE = 0.15  # of prompts that are the beginning of a text instead of a request
 OWN_SHARE = 0.8  # of prompts that come from the user's text where there is one
+THOUGHT_UP_SHARE = 0.5  # of the requests that the target thinks up itself, where it can
 OWN_TOKENS = (24, 96)  # of a beginning cut out of the user's text, fewest and most
 
 Prompt = str | list[int] | list[dict[str, str]]
+SNOWMAN = "\u2603"  # stands for what the user says
+
+
+@dataclass(frozen=True)
+class UserTurn:
+    """A chat up to where its user begins to speak: token ids."""
+
+    token_ids: tuple[int, ...]
+
+
+def user_turn(tokenizer: Any) -> UserTurn | None:
+    """Of a model with a chat template; None where that does not show where the user speaks."""
+    before, said, _ = tokenizer.render_chat([{"role": "user", "content": SNOWMAN}]).partition(SNOWMAN)
+    ids = tokenizer.encode(before, add_special_tokens=False) if said else ()
+    return UserTurn(tuple(ids)) if ids else None
 
 
 @dataclass(frozen=True)
@@ -46,9 +64,10 @@ def read_seeds(path: Path = SEEDS_FILE) -> Seeds:
 
 
 def prompts(
-    seed: int, seeds: Seeds, *, chats: bool, own: Sequence[Sequence[int]] = (), tokenizer: Any = None
-) -> Iterator[Prompt]:
-    """Prompts without end.
+    seed: int, seeds: Seeds, *, chats: bool, own: Sequence[Sequence[int]] = (), tokenizer: Any = None,
+    turn: UserTurn | None = None,
+) -> Iterator[Prompt | UserTurn]:  # fmt: skip
+    """Prompts without end; a `UserTurn` asks for one.
 
     Args:
         seed: of the order.
@@ -56,6 +75,7 @@ def prompts(
         chats: whether the model has a chat template; without one requests are plain text.
         own: the user's texts as token ids; most prompts are then pieces of them.
         tokenizer: None for a model without one, which then gets pieces of `own` alone.
+        turn: where the model says what it is asked; None where it cannot.
 
     Raises:
         ConfigError: there is nothing to ask a model without a tokenizer.
@@ -68,6 +88,8 @@ def prompts(
             yield _piece(chance, own)
         elif chance.random() < OPENING_SHARE:
             yield chance.choice(seeds.openings)
+        elif turn is not None and chance.random() < THOUGHT_UP_SHARE:
+            yield turn
         else:
             text = chance.choice(seeds.requests).replace("{topic}", chance.choice(seeds.topics))
             yield [{"role": "user", "content": text}] if chats else text

@@ -25,7 +25,7 @@ from strata_lab.speculative.train.lessons import Lesson, TokenLesson
 from strata_lab.speculative.train.making import make_texts
 from strata_lab.speculative.train.measure import Acceptance, HeldOut
 from strata_lab.speculative.train.network import Teacher, check_layers, read_network
-from strata_lab.speculative.train.prompts import own_texts, prompts, read_seeds
+from strata_lab.speculative.train.prompts import own_texts, prompts, read_seeds, user_turn
 from strata_lab.speculative.train.settings import Recipe
 from strata_lab.speculative.train.texts import batches, split
 from strata_lab.speculative.train.training import Course, Progress, Schedule, Training
@@ -133,13 +133,14 @@ def write_texts(recipe: Recipe, path: Path, tokens: int, seed: int, progress: Pr
     options: dict[str, Any] = {
         "device": kind, "max_num_seqs": streams, "max_num_batched_tokens": BATCHED_TOKENS[kind], "seed": recipe.seed,
         "num_kv_blocks": streams * -(-longest // KV_BLOCK), "block_size": KV_BLOCK, "max_model_len": longest,
-        "continuous_batching": kind == "cpu",  # on a GPU a step with a prompt in it is not replayed: all begin together
+        "continuous_batching": kind == "cpu",  # a GPU queues steps ahead while nobody joins: all begin together
     }  # fmt: skip
     with LLMEngine(recipe.target, on_progress=progress, **options) as engine:
         tokenizer = engine.tokenizer
         own = own_texts([p for p in recipe.data if p.suffix != TRAFFIC_SUFFIX], tokenizer)
         chats = tokenizer is not None and tokenizer.chat_template is not None
-        asked = prompts(seed, read_seeds(), chats=chats, own=own, tokenizer=tokenizer)
+        turn = user_turn(tokenizer) if chats else None
+        asked = prompts(seed, read_seeds(), chats=chats, own=own, tokenizer=tokenizer, turn=turn)
         output = min(recipe.output_tokens, limit // 2)
         target = TrafficFile(path)
         try:
