@@ -66,6 +66,7 @@ class CapturedPrompts:
             replay, states = self._captured(shape)
         except RuntimeError as error:  # memory is short, or an operator put in place cannot be captured
             self._refused = True
+            self._shapes.clear()  # what they hold may be what is short
             logger.warning("prompts run uncaptured from now on: %s", str(error).splitlines()[0])
             return self.eager.hidden(inputs)
         _fill(shape.inputs, inputs)
