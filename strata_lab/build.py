@@ -220,7 +220,8 @@ class Builder(Resolver):
         if key not in self._runners:
             eager, on = self._eager(resolved, weights, kv), LaneStream.of(self.device)
             captured = resolved.cuda_graph and not self.why_not_captured()
-            step = CapturedStep(eager, CudaRecorder(on.stream)) if captured else eager
+            tell = partial(self.record, "pd_split")
+            step = CapturedStep(eager, CudaRecorder(on.stream), tell) if captured else eager
             self._runners[key] = self._plain(Finished(step, on)), on
         return PrefillLane(*self._runners[key])
 
@@ -285,7 +286,7 @@ class Builder(Resolver):
             step: CompiledStep | CapturedStep = CompiledStep(eager)
         else:
             recorder = self._recorder()
-            step = CapturedStep(eager, recorder)
+            step = CapturedStep(eager, recorder, partial(self.record, "cuda_graph"))
         if self.backend == "triton":
             sampling = GpuSampling(self.config.block_size, self.model_config.vocab_size, self.device)
             clock = partial(torch.cuda.Event, enable_timing=True)

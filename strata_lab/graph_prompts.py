@@ -8,7 +8,6 @@ since only few rows need them. The first step of a shape runs uncaptured, since 
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,8 +17,6 @@ from torch import Tensor
 
 from strata_lab.capture import Recorder, captured_width, fill, free_bytes, latest
 from strata_lab.runner import EagerStep, StepInputs
-
-logger = logging.getLogger(__name__)
 
 # Tokens of a step. The operators choose their kernels at 16 and 128 rows, so no size lies on both sides of these.
 PROMPT_TOKENS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
@@ -41,12 +38,17 @@ class _Shape:
 class CapturedPrompts:
     """Hidden states of steps with prompts; the captures used last are kept.
 
+    Args:
+        eager: the step that is captured.
+        recorder: how this device captures.
+        tell: is told why prompts run uncaptured from then on, should that come to be.
+
     Attributes:
         capture_bytes: device memory that they took.
     """
 
-    def __init__(self, eager: EagerStep, recorder: Recorder) -> None:
-        self.eager, self.recorder = eager, recorder
+    def __init__(self, eager: EagerStep, recorder: Recorder, tell: Callable[[str], None]) -> None:
+        self.eager, self.recorder, self._tell = eager, recorder, tell
         self.capture_bytes = 0
         self._shapes: OrderedDict[tuple[int, int, int], _Shape] = OrderedDict()
         self._refused = False
@@ -67,7 +69,7 @@ class CapturedPrompts:
         except RuntimeError as error:  # memory is short, or an operator put in place cannot be captured
             self._refused = True
             self._shapes.clear()  # what they hold may be what is short
-            logger.warning("prompts run uncaptured from now on: %s", str(error).splitlines()[0])
+            self._tell(f"prompts run uncaptured from now on: {str(error).splitlines()[0]}")
             return self.eager.hidden(inputs)
         _fill(shape.inputs, inputs)
         replay()

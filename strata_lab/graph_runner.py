@@ -33,13 +33,16 @@ class CapturedStep:
     Args:
         eager: the step it captures, and leaves everything but pure decode to.
         recorder: how this device captures.
+        tell: is told what runs uncaptured after all, and why.
     """
 
-    def __init__(self, eager: EagerStep, recorder: Recorder) -> None:
+    def __init__(
+        self, eager: EagerStep, recorder: Recorder, tell: Callable[[str], None] = lambda reason: None
+    ) -> None:  # fmt: skip
         self.eager, self.recorder = eager, recorder
         self.windows = (CapturedWindows if recorder.ragged else CapturedRows)(eager, recorder)
         # on a CPU a prompt's operators take far longer than their launch
-        self.prompts = None if recorder.ragged else CapturedPrompts(eager, recorder)
+        self.prompts = None if recorder.ragged else CapturedPrompts(eager, recorder, tell)
         self._captures: dict[tuple[int, int], Capture] = {}
         self._capture_bytes = 0
 

@@ -71,7 +71,7 @@ def test_captured_prompts_have_the_states_of_uncaptured_ones(model, batch_invari
     with LLMEngine(model, device="cuda", max_model_len=1024, num_kv_blocks=256, **options) as engine:
         parts, size = engine._loop.parts, engine.config.block_size
         randomize(parts.kv, list(range(parts.kv.num_blocks)), engine.device)  # something to attend to
-        eager, prompts = parts.runner.eager, CapturedPrompts(parts.runner.eager, CudaRecorder())
+        eager, prompts = parts.runner.eager, CapturedPrompts(parts.runner.eager, CudaRecorder(), pytest.fail)
         with torch.inference_mode():
             for shape in shapes * 3:
                 slices = [
