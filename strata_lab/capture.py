@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -33,6 +33,19 @@ def wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         with CAPTURING:
             torch.cuda.synchronize(device)  # SYNC: of the whole device, by whoever calls this
+
+
+def idle_rows(num_tokens: int, num_seqs: int, width: int, device: torch.device) -> StepInputs:
+    """A step of several tokens a request that writes nowhere; each replay says how they are shared."""
+    rows = torch.arange(num_tokens, device=device)
+    return replace(
+        StepInputs.idle(num_seqs, width, device),
+        input_ids=torch.zeros_like(rows),
+        positions=torch.zeros_like(rows),
+        slot_mapping=torch.full_like(rows, -1),
+        sample_rows=rows,
+        max_q_len=num_tokens,
+    )
 
 
 def captured_width(blocks: int) -> int:

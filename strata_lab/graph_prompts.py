@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from strata_lab.capture import Recorder, captured_width, fill, free_bytes, latest
+from strata_lab.capture import Recorder, captured_width, fill, free_bytes, idle_rows, latest
 from strata_lab.runner import EagerStep, StepInputs
 
 # Tokens of a step. The operators choose their kernels at 16 and 128 rows, so no size lies on both sides of these.
@@ -85,18 +84,7 @@ class CapturedPrompts:
         return (tokens, requests, max(TABLE_WIDTH, captured_width(width))) if tokens and requests else None
 
     def _empty(self, num_tokens: int, num_seqs: int, width: int) -> _Shape:
-        device = self.eager.model.rotary[0].device
-        rows = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        idle = StepInputs.idle(num_seqs, width, device)
-        return _Shape(
-            replace(
-                idle,
-                input_ids=rows,
-                positions=torch.zeros_like(rows),
-                slot_mapping=torch.full_like(rows, -1),
-                max_q_len=num_tokens,
-            )
-        )
+        return _Shape(idle_rows(num_tokens, num_seqs, width, self.eager.model.rotary[0].device))
 
     def _captured(self, shape: _Shape) -> tuple[Callable[[], None], Tensor]:
         """What replays steps of a shape, and where their states are."""

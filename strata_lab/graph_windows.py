@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from strata_lab.capture import Capture, Recorder, captured_width, fill, free_bytes, latest, verifies
+from strata_lab.capture import Capture, Recorder, captured_width, fill, free_bytes, idle_rows, latest, verifies
 from strata_lab.runner import EagerStep, StepInputs
 
 MAX_WINDOW_TOKENS = 16  # of a captured step that verifies drafts
@@ -52,15 +51,7 @@ class CapturedWindows:
 
     def _capture(self, num_seqs: int, num_tokens: int, width: int) -> Capture:
         device = self.eager.model.rotary[0].device
-        idle, rows = StepInputs.idle(num_seqs, width, device), torch.arange(num_tokens, device=device)
-        inputs = replace(
-            idle,
-            input_ids=torch.zeros_like(rows),
-            positions=torch.zeros_like(rows),
-            slot_mapping=torch.full_like(rows, -1),
-            sample_rows=rows,
-            max_q_len=num_tokens,
-        )
+        inputs = idle_rows(num_tokens, num_seqs, width, device)
         replay, rows = self.recorder.record(lambda: self.eager.rows(inputs), device)
         return Capture(replay, inputs, *rows)
 
