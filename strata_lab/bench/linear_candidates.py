@@ -50,6 +50,12 @@ PRODUCTS = (
     Product("down", 2560, 9728),
     Product("qkv-dense", 6144, 2560, norm=True),
     Product("head", 151936, 2560, norm=True, head=True),
+    # of the default model, SmolLM2-135M
+    Product("small-qkv", 960, 576, norm=True),
+    Product("small-o", 576, 576),
+    Product("small-gate-up", 3072, 576, norm=True, gated=True),
+    Product("small-down", 576, 1536),
+    Product("small-head", 49152, 576, norm=True, head=True),
 )
 
 
@@ -145,10 +151,14 @@ def _dot_candidates(product: Product, fmt: str, tokens: int) -> Iterator[gemm.Do
                 yield gemm.DotConfig(block_n, block_t, block_k, split, warps, stages)
 
 
+def _has_format(product: Product, fmt: str) -> bool:
+    return fmt != "int4g128" or product.k % 128 == 0
+
+
 def tasks(formats: Sequence[str], tokens: Sequence[int], products: Sequence[Product] = PRODUCTS) -> list[Task]:
     """All candidates: what is named first among formats and tokens comes first, products in their order."""
     ranked = sorted((i + j, i, fmt, t) for i, fmt in enumerate(formats) for j, t in enumerate(tokens))
-    groups = [(product, fmt, t) for _, _, fmt, t in ranked for product in products]
+    groups = [(product, fmt, t) for _, _, fmt, t in ranked for product in products if _has_format(product, fmt)]
     return [Task(product, fmt, t, config) for product, fmt, t in groups for config in candidates(product, fmt, t)]
 
 
