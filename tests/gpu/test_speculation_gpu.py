@@ -82,7 +82,10 @@ def test_drafts_made_ahead_change_no_token(folders: list[Any], params: SamplingP
         assert stats.num_accepted_tokens > 0 or draft == 1
 
 
-@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+# Drawn coldly enough to repeat itself: where nothing has come before, nothing is looked up.
+@pytest.mark.parametrize(
+    "params", [GREEDY, replace(DRAWN, temperature=0.05, top_k=0, top_p=1.0)], ids=["greedy", "drawn"]
+)
 def test_copies_looked_up_ahead_change_no_token_and_are_captured_once(
     folders: list[Any], params: SamplingParams
 ) -> None:
@@ -98,8 +101,7 @@ def test_copies_looked_up_ahead_change_no_token_and_are_captured_once(
         captured = {key: dict(c.replays) for key, c in cycles._captures.items()}
         assert engine.generate([text], params)[0].token_ids == expected[1]
         assert {key: dict(c.replays) for key, c in cycles._captures.items()} == captured
-        if params is GREEDY:
-            assert engine.stats().num_accepted_tokens > 0, "greedy texts of a small model go round"
+        assert engine.stats().num_accepted_tokens > 0, "such texts of a small model go round"
 
 
 def test_no_step_captures_anew_and_closing_gives_the_memory_back(folders: list[Any]) -> None:

@@ -107,7 +107,7 @@ def test_what_the_engine_takes_stays_within_its_share_of_the_cards_memory() -> N
     share = (total - free) / total + 0.25
     with LLMEngine(
         "qwen3.8-flash-dense@0.3", device="cuda", weight_format="fp8", kv_cache_dtype="fp8",
-        gpu_memory_utilization=share, max_num_seqs=1024,
+        gpu_memory_utilization=share, max_num_seqs=4096,  # all of whose texts would fill more than that
     ) as engine:  # fmt: skip
         engine.generate(prompts(5), GREEDY)
         torch.cuda.empty_cache()

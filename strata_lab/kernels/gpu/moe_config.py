@@ -102,7 +102,17 @@ CONFIGS = {
         down_registers=96,
     ),
     "int4": MoeConfig(gate_tiles=1, down_tiles=1, one_rows=2, pairs=1),
-    "int4-centered": MoeConfig(half=True, shared_tiles=2, down_tiles=2, pairs=1),
+    "int4-centered": MoeConfig(
+        half=True,
+        gate_programs=4,
+        gate_registers=128,
+        one_registers=96,
+        shared_tiles=2,
+        down_tiles=8,
+        down_programs=0,
+        down_registers=80,
+        pairs=1,
+    ),
 }
 
 
