@@ -57,7 +57,7 @@ class StepInputs:
         sample_rows: which of the T rows need logits, [S] int64.
         max_q_len: at least the tokens of any one request; 1 for a pure decode step.
         embedded: what takes the place of token embeddings; None nearly always.
-        apart: as in `StepContext`.
+        apart, together: as in `StepContext`.
     """
 
     input_ids: Tensor
@@ -71,6 +71,7 @@ class StepInputs:
     max_q_len: int
     embedded: EmbeddedRows | None = None
     apart: bool = False
+    together: int = 1
 
     @classmethod
     def of(cls, batch: ScheduledBatch, block_size: int, device: torch.device) -> StepInputs:
@@ -199,7 +200,7 @@ class EagerStep:
         cos, sin = (ops.take_rows(table, inputs.positions) for table in model.rotary)
         step = StepContext(
             cos, sin, inputs.slot_mapping, inputs.block_tables, inputs.seq_lens, inputs.cu_seqlens_q, inputs.max_q_len,
-            inputs.apart, inputs.prompt_lens,
+            inputs.apart, inputs.prompt_lens, inputs.together,
         )  # fmt: skip
         for index, weights in enumerate(model.weights.layers):
             x = model.layer(x, weights, step, self.kv.layer(index))

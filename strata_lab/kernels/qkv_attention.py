@@ -1,8 +1,12 @@
 """Everything between the QKV product and the output projection: QK-norm, RoPE, cache write and attention.
 
 Contract: `qkv_rope_append`, then `paged_attention` over the cache it has just written, flattened to [T, H * D]; the
-arguments are those of the two. Bytes moved: qkv and the result once, K and V of every request once. As one operator a
-decode step needs no kernel boundary in the middle, and the rotated q never leaves the registers.
+arguments are those of the two, and `together`. Rows that stand as requests of one token may be tokens of one text:
+row j * B + i token j of text i, `together` rows each, those that pad last. By the contract each sees the ones before
+it, since all are written first; a kernel that writes and reads at once must be told.
+
+Bytes moved: qkv and the result once, K and V of every request once. As one operator a decode step needs no kernel
+boundary in the middle, and the rotated q never leaves the registers.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ def composed(append: Callable[..., Tensor], attention: Callable[..., Tensor]) ->
         v_scale: float = 1.0,
         sinks: int = 0,
         window: int = 0,
+        together: int = 1,
     ) -> Tensor:
         """See the module."""
         q = append(

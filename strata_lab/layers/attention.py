@@ -29,6 +29,7 @@ class StepContext:
         max_q_len: most tokens of one request in this step; 1 for a pure decode step.
         apart: the rows of a request stand as several requests of one token, so that every key and value of the step
             must be written before any row reads them.
+        together: of such rows, how many each text has, if all have as many and in the order of `qkv_attention`; else 1.
         prompt_lens: tokens of each request that are its prompt, [B] int32; None where all attention is dense.
     """
 
@@ -41,6 +42,7 @@ class StepContext:
     max_q_len: int
     apart: bool = False
     prompt_lens: Tensor | None = None
+    together: int = 1
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class FusedAttention:
         c, ops = self.config, self.ops
         qkv = ops.linear(x, w.qkv, w.qkv_bias, norm_weight=w.norm, norm_eps=c.rms_norm_eps)
         written = (w.q_norm, w.k_norm, c.rms_norm_eps, kv.k, kv.v, step.slot_mapping)
-        if step.apart or not self.reading.joins:
+        if (step.apart and step.together == 1) or not self.reading.joins:
             q = ops.qkv_rope_append(
                 qkv, step.cos, step.sin, *written, c.num_q_heads, c.num_kv_heads, kv.k_scale, kv.v_scale
             )
@@ -153,6 +155,6 @@ class FusedAttention:
             out = ops.qkv_attention(
                 qkv, step.cos, step.sin, *written, step.block_tables, step.seq_lens, step.cu_seqlens_q,
                 num_q_heads=c.num_q_heads, num_kv_heads=c.num_kv_heads, max_q_len=step.max_q_len, scale=self.scale,
-                k_scale=kv.k_scale, v_scale=kv.v_scale,
+                k_scale=kv.k_scale, v_scale=kv.v_scale, together=step.together,
             )  # fmt: skip
         return ops.linear(out, w.out, residual=x)

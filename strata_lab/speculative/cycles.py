@@ -97,7 +97,7 @@ class Cycles:
         window = state.window(target, num_drafts)
         fed = state.report[0].view(-1)[: window.input_ids.shape[0]]
         make, follow = self.guesses.cycle(state, captured.kept, window, num_drafts, guess)
-        verified = replace(decode_inputs(window), input_ids=fed, apart=True)
+        verified = replace(decode_inputs(window), input_ids=fed, apart=True, together=1 + num_drafts)
 
         def work() -> Tensor:
             self.windows.open(state, window)

@@ -66,7 +66,7 @@ class TokenGuesses:
 
     def cycle(self, state: WindowState, kept: None, window: Any, num_drafts: int, guess: Guess) -> tuple[Make, Follow]:
         """A step per guess."""
-        first, following = replace(decode_inputs(state.pairs), apart=True), decode_inputs(state.drafts)
+        first, following = replace(decode_inputs(state.pairs), apart=True, together=2), decode_inputs(state.drafts)
         num_seqs = state.base.input_ids.shape[0]
 
         def make() -> None:
@@ -103,7 +103,7 @@ class FeatureGuesses:
         """The head alone, then a step per guess; afterwards a step over all that was sampled."""
         rows: Any = kept.first(window.input_ids.shape[0])
         following = decode_inputs(state.drafts)
-        behind = replace(decode_inputs(rows), apart=True)
+        behind = replace(decode_inputs(rows), apart=True, together=1 + num_drafts)
 
         def make() -> None:
             own = kept.own

@@ -156,6 +156,69 @@ def fused(inputs: dict[str, Any], splits: int) -> Tensor:
     return decode_fused(**arguments, config=DecodeConfig(32, splits))
 
 
+def together_inputs(
+    texts: list[tuple[int, int]], count: int, heads: tuple[int, int, int], device: torch.device, **more: Any
+) -> dict[str, Any]:
+    """Rows of texts of (tokens in the cache, new ones): row j * B + i is new token j of text i, or padding.
+
+    Slots that are written in the step are poisoned, as all unused, and so are rows that pad.
+    """
+    inputs = fused_inputs([old + new for old, new in texts], heads, device, **more)
+    block_size, tables = inputs["k_cache"].shape[1], inputs["block_tables"]
+    of_text, step = torch.arange(len(texts)).repeat(count), torch.arange(count).repeat_interleave(len(texts))
+    old, new = torch.tensor(texts)[of_text].unbind(1)
+    live, position = step < new, torch.where(step < new, old + step, 0)
+    slots = tables.cpu()[of_text, position // block_size].long() * block_size + position % block_size
+    for name in ("k_cache", "v_cache"):
+        inputs[name].flatten(0, 1)[slots[live].to(device)] = torch.nan
+    num_q, num_kv, width = heads
+    generator = torch.Generator().manual_seed(count)
+    qkv = torch.randn(len(slots), (num_q + 2 * num_kv) * width, generator=generator)
+    qkv[~live] = torch.nan
+    cos, sin = rotation(position.to(device), width)
+    return inputs | {
+        "qkv": qkv.to(device), "cos": cos, "sin": sin, "slot_mapping": torch.where(live, slots, -1).to(device),
+        "block_tables": tables[of_text.to(device)], "seq_lens": torch.where(live, position + 1, 0).int().to(device),
+        "cu_seqlens_q": torch.arange(len(slots) + 1, dtype=torch.int32, device=device),
+    }  # fmt: skip
+
+
+TOGETHER: list[Any] = [
+    ([(35, 2)], 2, (9, 3, 64)),
+    ([(62, 3), (40, 1), (0, 3)], 3, (8, 2, 80)),  # on both sides of a tile's end; padding; nothing but new tokens
+    ([(0, 0), (66, 8)], 8, (4, 1, 32)),
+]
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("texts", "count", "heads"), TOGETHER)
+def test_tokens_that_are_new_together_see_each_other(
+    device: torch.device, texts: list[tuple[int, int]], count: int, heads: tuple[int, int, int], splits: int
+) -> None:
+    """As if all had been written first; yet nobody reads a slot of this step."""
+    inputs, other = (together_inputs(texts, count, heads, device) for _ in range(2))
+    live = inputs["seq_lens"] > 0
+    expected = composed(wide(other), qkv_rope_append_ref, paged_attention_ref)[live]
+    found = fused(inputs | {"together": count}, splits)
+    check(found[live], expected)
+    check(found[~live], torch.zeros_like(found[~live]))
+    for name in ("k_cache", "v_cache"):
+        torch.testing.assert_close(inputs[name], other[name], rtol=2e-6, atol=2e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
+def test_tokens_that_are_new_together_are_used_as_they_are_stored(device: torch.device, kv_dtype: torch.dtype) -> None:
+    arguments: dict[str, Any] = {"kv_dtype": kv_dtype, "scales": (0.02, 0.03), "block_size": 8}
+    inputs, other = (together_inputs([(37, 4), (6, 4)], 4, (6, 2, 32), device, **arguments) for _ in range(2))
+    for x in (inputs, other):
+        x["qkv"] = x["qkv"].bfloat16()
+    found = qkv_attention_triton(**inputs, together=4)
+    check(found, composed(other, qkv_rope_append_triton, paged_attention_triton), **NARROW)
+    for name in ("k_cache", "v_cache"):
+        if kv_dtype != torch.float32:  # a compiler may fuse products and sums of two kernels unlike
+            assert torch.equal(inputs[name].view(torch.uint8), other[name].view(torch.uint8))
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
     ("heads", "norms"), [((3, 1, 64), False), ((2, 1, 80), True), ((16, 1, 16), True), ((1, 1, 128), True)], ids=str

@@ -59,17 +59,19 @@ def qkv_attention_triton(
     v_scale: float = 1.0,
     sinks: int = 0,
     window: int = 0,
+    together: int = 1,
 ) -> Tensor:
     """All between the QKV product and the output projection: [T, (H + 2 Hkv) * D] -> [T, H * D].
 
     It is `qkv_rope_append`, then `paged_attention`; for a decode step in one kernel, which takes for granted that a
-    slot is that of its request's last position and that only `qkv` was written by the kernel just before.
+    slot is that of its request's last position and that only `qkv` was written by the kernel just before. With
+    `together` a row sees that many tokens of its text in this step, or fewer (`kernels/qkv_attention.py`).
     """
     scales: Any = {"scale": scale, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks, "window": window}
     if max_q_len == 1:
         return decode_fused(
             qkv, cos, sin, q_norm_weight, k_norm_weight, eps, k_cache, v_cache, slot_mapping, block_tables, seq_lens,
-            num_q_heads=num_q_heads, **scales,
+            num_q_heads=num_q_heads, together=together, **scales,
         )  # fmt: skip
     q = qkv_rope_append_triton(
         qkv, cos, sin, q_norm_weight, k_norm_weight, eps, k_cache, v_cache, slot_mapping, num_q_heads, num_kv_heads,

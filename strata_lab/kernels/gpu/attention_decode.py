@@ -10,7 +10,8 @@ converts it while q is on its way; later tiles come through a pipeline in shared
 depends on shapes alone; how many of them work, and on how many tiles, on the request's length: the rest leave at once.
 Each leaves its maximum, sum and weighted values in float32, and the last one of a head to arrive adds them up in a
 fixed order, so that the result does not depend on who that was. The new token belongs to the last part: its key and
-value are used as stored, from registers.
+value are used as stored, from registers. So do those before it where several rows are tokens of one text that are new
+together (`together`): each row's last program makes the keys of all it sees, since no program waits for another's.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -31,11 +32,12 @@ from strata_lab.kernels.gpu import launch, meta
 from strata_lab.kernels.gpu.attention_config import DecodeConfig, decode_config
 from strata_lab.kernels.gpu.attention_tiles import (
     LOG2E,
+    attend,
     block_ids,
     combine,
     held,
     hidden_tiles,
-    is_seen,
+    load_tile,
     operand,
     place,
 )
@@ -47,42 +49,6 @@ COMBINED_REGISTERS = 64  # of a thread, for them
 
 
 @triton.jit
-def _load_tile(
-    k_ptr, v_ptr, ids, first, limit, oldest, block_stride, slot_stride, D: tl.constexpr, HALF_P: tl.constexpr,
-    D_P: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Both halves of K [TILE, HALF_P] and V [TILE, D_P]; zeros where nothing is seen, whatever lies there."""
-    HALF: tl.constexpr = D // 2
-    rows = tl.arange(0, TILE)[:, None]
-    at = ids.to(tl.int64) * block_stride + (first + rows) % BLOCK_SIZE * slot_stride
-    seen = is_seen(first + rows, limit, oldest, SINKS, WINDOW)
-    half = tl.arange(0, HALF_P)[None, :]
-    first_half = tl.load(k_ptr + at + half, mask=seen & (half < HALF), other=0.0)
-    second_half = tl.load(k_ptr + at + half + HALF, mask=seen & (half < HALF), other=0.0)
-    cols = tl.arange(0, D_P)[None, :]
-    return first_half, second_half, tl.load(v_ptr + at + cols, mask=seen & (cols < D), other=0.0)
-
-
-@triton.jit
-def _attend(
-    q_first, q_second, k_first, k_second, v, first, limit, oldest, to_log2, highest, total, acc, TILE: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Softmax goes on over one tile: new maxima, sums [ROWS] and weighted values [ROWS, D_P]."""
-    scores = tl.dot(q_first, tl.trans(k_first.to(DOT)), input_precision=PRECISION)
-    scores = tl.dot(q_second, tl.trans(k_second.to(DOT)), scores, input_precision=PRECISION)
-    seen = is_seen(first + tl.arange(0, TILE)[None, :], limit, oldest, SINKS, WINDOW)
-    scores = tl.where(seen, scores * to_log2, float("-inf"))  # [ROWS, TILE]
-    higher = tl.maximum(highest, tl.max(scores, axis=1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen so far: a request of one token, or of none
-    weights = tl.exp2(scores - base[:, None])
-    shrink = tl.exp2(highest - base)
-    total = total * shrink + tl.sum(weights, axis=1)
-    acc = tl.dot(weights.to(DOT), v.to(DOT), acc * shrink[:, None], input_precision=PRECISION)
-    return higher, total, acc
-
-
-@triton.jit
 def _attention_decode_kernel(
     x_ptr, out_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, seq_lens_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
     slots_ptr, acc_ptr, stats_ptr, counters_ptr, eps, scale, k_scale, v_scale, x_stride, table_stride,
@@ -90,7 +56,7 @@ def _attention_decode_kernel(
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF_P: tl.constexpr, D_P: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, FUSED: tl.constexpr,
     ROWS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, SCALED: tl.constexpr, HOLD: tl.constexpr,
-    SINKS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    SINKS: tl.constexpr, WINDOW: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x: q rows [B, H * D], or with FUSED rows of the QKV product. See the module."""
     HALF: tl.constexpr = D // 2
@@ -113,14 +79,16 @@ def _attention_decode_kernel(
     is_last = split == active - 1
     slot = -1
     limit = end
+    texts = tl.num_programs(1) // TOGETHER  # row j * texts + i is token j of text i
+    fresh = request // texts + 1  # tokens of this step that the row sees
     if FUSED:
         slot = tl.load(slots_ptr + request)
-        limit = tl.where(is_last & (slot >= 0), end - 1, end)
+        limit = tl.where(slot >= 0, tl.minimum(end, seq_len - fresh), end)
     table = tables_ptr + request * table_stride
     k_base, v_base = k_cache_ptr + kv_head * D, v_cache_ptr + kv_head * D
     at = place(begin, hidden, SINKS, WINDOW, TILE)
     ids = block_ids(table, at, limit + at - begin, BLOCK_SIZE, TILE)
-    tile_first, tile_second, tile_v = _load_tile(
+    tile_first, tile_second, tile_v = load_tile(
         k_base, v_base, ids, at, limit + at - begin, oldest, block_stride, slot_stride, D, HALF_P, D_P, BLOCK_SIZE,
         TILE, SINKS, WINDOW,
     )  # fmt: skip
@@ -149,12 +117,22 @@ def _attention_decode_kernel(
     if FUSED:
         KV_DTYPE: tl.constexpr = k_cache_ptr.dtype.element_ty
         X_DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-        k_ptr = x + (HKV * G + kv_head) * D + half + rows * 0  # the new key in every row: it is multiplied by all q
-        k_first = tl.load(k_ptr, mask=(rows < G) & within & mine, other=0.0).to(tl.float32)
-        k_second = tl.load(k_ptr + HALF, mask=(rows < G) & within & mine, other=0.0).to(tl.float32)
-        v_new = tl.load(x + (HKV * (G + 1) + kv_head) * D + col, mask=(col < D) & mine, other=0.0).to(tl.float32)
         cos = tl.load(cos_ptr + request * HALF + half, mask=within, other=0.0).to(tl.float32)
         sin = tl.load(sin_ptr + request * HALF + half, mask=within, other=0.0).to(tl.float32)
+        if TOGETHER > 1:  # a new key in each row
+            there = (rows < fresh) & mine
+            new_row = rows.to(tl.int64) * texts + request % texts
+            new_cos = tl.load(cos_ptr + new_row * HALF + half, mask=there & within, other=0.0).to(tl.float32)
+            new_sin = tl.load(sin_ptr + new_row * HALF + half, mask=there & within, other=0.0).to(tl.float32)
+            new_x = x_ptr + new_row * x_stride
+            v_new = tl.load(new_x + (HKV * (G + 1) + kv_head) * D + col[None, :], mask=there & (col[None, :] < D),
+                            other=0.0).to(tl.float32)  # fmt: skip
+        else:  # the new key in every row: it is multiplied by all q
+            there, new_cos, new_sin, new_x = (rows < G) & mine, cos, sin, x + rows * 0
+            v_new = tl.load(x + (HKV * (G + 1) + kv_head) * D + col, mask=(col < D) & mine, other=0.0).to(tl.float32)
+        k_ptr = new_x + (HKV * G + kv_head) * D + half
+        k_first = tl.load(k_ptr, mask=there & within, other=0.0).to(tl.float32)
+        k_second = tl.load(k_ptr + HALF, mask=there & within, other=0.0).to(tl.float32)
     tile_first, tile_second, tile_v = held(tile_first, HOLD), held(tile_second, HOLD), held(tile_v, HOLD)
     if FUSED:
         first, second = q_first.to(tl.float32), q_second.to(tl.float32)
@@ -167,24 +145,32 @@ def _attention_decode_kernel(
             if k_norm_ptr is not None:
                 k_rms = rms_factor(k_first, k_second, eps, D)
                 k_first, k_second = k_first * k_rms * k_weight_first, k_second * k_rms * k_weight_second
-            k_first, k_second = rotated(k_first, k_second, cos, sin)
+            k_first, k_second = rotated(k_first, k_second, new_cos, new_sin)
             k_kept, k_kept_second = (
                 stored(k_first, k_scale, KV_DTYPE, SCALED),
                 stored(k_second, k_scale, KV_DTYPE, SCALED),
             )
             v_kept = stored(v_new, v_scale, KV_DTYPE, SCALED)
             new = slot.to(tl.int64) // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride
-            tl.store(k_base + new + half + rows * 0, k_kept, mask=(rows == 0) & within)
-            tl.store(k_base + new + HALF + half + rows * 0, k_kept_second, mask=(rows == 0) & within)
-            tl.store(v_base + new + col, v_kept, mask=col < D)
-            product = q_first.to(tl.float32) * k_kept.to(tl.float32)
-            product += q_second.to(tl.float32) * k_kept_second.to(tl.float32)
-            highest = tl.sum(product, axis=1) * to_log2
-            total = total + 1.0
-            acc = acc + v_kept.to(tl.float32)[None, :]
+            own = rows == fresh - 1
+            tl.store(k_base + new + half + rows * 0, k_kept, mask=own & within)
+            tl.store(k_base + new + HALF + half + rows * 0, k_kept_second, mask=own & within)
+            if TOGETHER > 1:
+                tl.store(v_base + new + col[None, :] + rows * 0, v_kept, mask=own & (col[None, :] < D))
+                highest, total, acc = attend(
+                    q_first.to(DOT), q_second.to(DOT), k_kept, k_kept_second, v_kept, 0, fresh, 0, to_log2, highest,
+                    total, acc, ROWS, DOT, PRECISION, 0, 0,
+                )  # fmt: skip
+            else:
+                tl.store(v_base + new + col, v_kept, mask=col < D)
+                product = q_first.to(tl.float32) * k_kept.to(tl.float32)
+                product += q_second.to(tl.float32) * k_kept_second.to(tl.float32)
+                highest = tl.sum(product, axis=1) * to_log2
+                total = total + 1.0
+                acc = acc + v_kept.to(tl.float32)[None, :]
     q_first, q_second = q_first.to(DOT), q_second.to(DOT)
 
-    highest, total, acc = _attend(
+    highest, total, acc = attend(
         q_first, q_second, tile_first, tile_second, tile_v, at, limit + at - begin, oldest, to_log2, highest, total,
         acc, TILE, DOT, PRECISION, SINKS, WINDOW,
     )  # fmt: skip
@@ -193,11 +179,11 @@ def _attention_decode_kernel(
             at = place(here, hidden, SINKS, WINDOW, TILE)
             until = limit + at - here
             ids = block_ids(table, at, until, BLOCK_SIZE, TILE)
-            tile_first, tile_second, tile_v = _load_tile(
+            tile_first, tile_second, tile_v = load_tile(
                 k_base, v_base, ids, at, until, oldest, block_stride, slot_stride, D, HALF_P, D_P, BLOCK_SIZE, TILE,
                 SINKS, WINDOW,
             )  # fmt: skip
-            highest, total, acc = _attend(
+            highest, total, acc = attend(
                 q_first, q_second, tile_first, tile_second, tile_v, at, until, oldest, to_log2, highest, total, acc,
                 TILE, DOT, PRECISION, SINKS, WINDOW,
             )  # fmt: skip
@@ -227,7 +213,7 @@ def _attention_decode_kernel(
 def _launch(
     x: Tensor, out: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, seq_lens: Tensor, q_heads: int,
     scale: float, k_scale: float, v_scale: float, eps: float, config: DecodeConfig | None,
-    fused: tuple[Tensor | None, ...] = (None,) * 5, sinks: int = 0, window: int = 0,
+    fused: tuple[Tensor | None, ...] = (None,) * 5, sinks: int = 0, window: int = 0, together: int = 1,
 ) -> Tensor:  # fmt: skip
     _, block_size, kv_heads, width = k_cache.shape
     assert k_cache.stride() == v_cache.stride() and k_cache.stride()[2:] == (width, 1), k_cache.stride()
@@ -248,7 +234,7 @@ def _launch(
         x, out, k_cache, v_cache, tables, seq_lens, *fused, acc, stats, arrivals, eps, scale, k_scale, v_scale,
         x.stride(0), tables.stride(0), k_cache.stride(0), k_cache.stride(1), group, kv_heads, width, half_padded,
         padded_width, block_size, c.tile, c.splits, 1 << (chunk.bit_length() - 1), fused[0] is not None, ROWS, dot,
-        precision, (k_scale, v_scale) != (1.0, 1.0), not launch.INTERPRETED, sinks, window,
+        precision, (k_scale, v_scale) != (1.0, 1.0), not launch.INTERPRETED, sinks, window, together,
         **launch.options(device, num_warps=c.num_warps, num_stages=c.num_stages, early=True),
     )  # fmt: skip
     return out
@@ -297,17 +283,19 @@ def decode_fused(
     v_scale: float = 1.0,
     sinks: int = 0,
     window: int = 0,
+    together: int = 1,
     config: DecodeConfig | None = None,
 ) -> Tensor:
     """`qkv_rope_append` and attention of qkv [B, (H + 2 Hkv) * D] -> [B, H * D].
 
-    A slot that is not -1 is that of the request's last position. Tables, lengths, slots and older keys are read before
-    waiting (`launch.py`): a LATE kernel must have come after what wrote them, and before this one.
+    A slot that is not -1 is that of the request's last position. `together` as in `qkv_attention_triton`. Tables,
+    lengths, slots and older keys are read before waiting (`launch.py`): a LATE kernel must have come after what wrote
+    them, and before this one.
     """
     out = torch.empty((qkv.shape[0], num_q_heads * k_cache.shape[3]), dtype=qkv.dtype, device=qkv.device)
     return _launch(
         qkv, out, k_cache, v_cache, block_tables, seq_lens, num_q_heads, scale, k_scale, v_scale, eps, config,
-        (cos, sin, q_norm_weight, k_norm_weight, slot_mapping), sinks, window,
+        (cos, sin, q_norm_weight, k_norm_weight, slot_mapping), sinks, window, together,
     )  # fmt: skip
 
 
@@ -333,5 +321,10 @@ def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     qkv, turn = meta.tensor(1, 48 * 128), meta.tensor(1, 64, dtype=torch.float32)
     fused = partial(decode_fused, qkv, turn, turn, None, None, 1e-6, cache, cache, slots, tables, lens, num_q_heads=32)
     yield "window", partial(fused, scale=0.1, sinks=4, window=1024, config=decode_config(1, 8, 1028, False, 132))
+    cache, tables = meta.tensor(4096, 16, 3, 64), meta.tensor(8, 64, dtype=torch.int32)
+    qkv, turn = meta.tensor(8, 15 * 64), meta.tensor(8, 32, dtype=torch.float32)
+    lens, slots = meta.tensor(8, dtype=torch.int32), meta.tensor(8, dtype=torch.int64)
+    fused = partial(decode_fused, qkv, turn, turn, None, None, 1e-6, cache, cache, slots, tables, lens, num_q_heads=9)
+    yield "together", partial(fused, scale=0.1, together=8, config=decode_config(8, 3, 1024, False, 132))
     cache, q, tables = meta.tensor(4096, 16, 4, 128), meta.tensor(1, 32, 128), meta.tensor(1, 64, dtype=torch.int32)
     yield "unfused", partial(decode, q, cache, cache, tables, lens, scale=0.1, config=DecodeConfig(64, 16))

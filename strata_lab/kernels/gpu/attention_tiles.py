@@ -62,6 +62,42 @@ def held(x, ON: tl.constexpr):
 
 
 @triton.jit
+def load_tile(
+    k_ptr, v_ptr, ids, first, limit, oldest, block_stride, slot_stride, D: tl.constexpr, HALF_P: tl.constexpr,
+    D_P: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Both halves of K [TILE, HALF_P] and V [TILE, D_P]; zeros where nothing is seen, whatever lies there."""
+    HALF: tl.constexpr = D // 2
+    rows = tl.arange(0, TILE)[:, None]
+    at = ids.to(tl.int64) * block_stride + (first + rows) % BLOCK_SIZE * slot_stride
+    seen = is_seen(first + rows, limit, oldest, SINKS, WINDOW)
+    half = tl.arange(0, HALF_P)[None, :]
+    first_half = tl.load(k_ptr + at + half, mask=seen & (half < HALF), other=0.0)
+    second_half = tl.load(k_ptr + at + half + HALF, mask=seen & (half < HALF), other=0.0)
+    cols = tl.arange(0, D_P)[None, :]
+    return first_half, second_half, tl.load(v_ptr + at + cols, mask=seen & (cols < D), other=0.0)
+
+
+@triton.jit
+def attend(
+    q_first, q_second, k_first, k_second, v, first, limit, oldest, to_log2, highest, total, acc, TILE: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Softmax goes on over one tile: new maxima, sums [ROWS] and weighted values [ROWS, D_P]."""
+    scores = tl.dot(q_first, tl.trans(k_first.to(DOT)), input_precision=PRECISION)
+    scores = tl.dot(q_second, tl.trans(k_second.to(DOT)), scores, input_precision=PRECISION)
+    seen = is_seen(first + tl.arange(0, TILE)[None, :], limit, oldest, SINKS, WINDOW)
+    scores = tl.where(seen, scores * to_log2, float("-inf"))  # [ROWS, TILE]
+    higher = tl.maximum(highest, tl.max(scores, axis=1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen so far: a request of one token, or of none
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(highest - base)
+    total = total * shrink + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(DOT), v.to(DOT), acc * shrink[:, None], input_precision=PRECISION)
+    return higher, total, acc
+
+
+@triton.jit
 def combine(
     acc_ptr, stats_ptr, out_ptr, active, v_scale, G: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr,
     CHUNK: tl.constexpr,

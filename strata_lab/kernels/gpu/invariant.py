@@ -107,9 +107,9 @@ def qkv_attention_invariant(
     qkv: Tensor, cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None, k_norm_weight: Tensor | None, eps: float,
     k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, block_tables: Tensor, seq_lens: Tensor,
     cu_seqlens_q: Tensor, *, num_q_heads: int, num_kv_heads: int, k_scale: float = 1.0, v_scale: float = 1.0,
-    **options: Any,
+    together: int = 1, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """`qkv_attention_triton` with one order of sums, always in two kernels."""
+    """`qkv_attention_triton` with one order of sums, always in two kernels, so that `together` tells nothing."""
     q = qkv_rope_append_triton(
         qkv, cos, sin, q_norm_weight, k_norm_weight, eps, k_cache, v_cache, slot_mapping, num_q_heads, num_kv_heads,
         k_scale, v_scale,
