@@ -135,8 +135,8 @@ def test_prompts_replay_what_was_captured_for_as_many_tokens_or_a_few_more(engin
     recorder.record = untouched
     shapes = (  # of each request: tokens, where they begin, rows that need logits
         ([(20, 5, 1)], 0), ([(29, 0, 1)], 1), ([(17, 3, 0)], 2), ([(9, 0, 1), (1, 30, 1)], 2),
-        ([(1, 8, 1), (8, 1, 0)], 3), ([(1, 8, 1), (1, 7, 1), (14, 2, 1)], 3),
-        ([(5, 0, 1), (4, 0, 0), (2, 9, 1), (1, 30, 1)], 4), ([(6, 1, 1)], 4),
+        ([(1, 8, 1), (8, 1, 0)], 3), ([(1, 8, 1), (1, 7, 1), (14, 2, 1)], 4),
+        ([(5, 0, 1), (4, 0, 0), (2, 9, 1), (1, 30, 1)], 5), ([(6, 1, 1)], 5),
     )  # fmt: skip
     with torch.inference_mode():
         for parts, replays in shapes:
