@@ -34,8 +34,7 @@ def execute(text: str, operands: dict[int, Tensor]) -> dict[int, Tensor]:
             continue
         name, rest = line.split(None, 1)
         if name.startswith("mma"):
-            multiply = _mma_floats if ".tf32." in name else _mma
-            multiply(rest, registers, half=".f16.f16." in name)
+            _mma(rest, registers, half=".f16.f16." in name)
             continue
         if rest.startswith("{"):  # both halves of a word
             low, high, word = re.fullmatch(r"{(\w+), (\w+)}, (\S+)", rest).groups()  # type: ignore[union-attr]
@@ -51,22 +50,13 @@ def _operand(text: str, registers: dict[str, Tensor]) -> Tensor:
     return registers[text] if text in registers else torch.full((LANES,), int(text, 0), dtype=torch.int64)
 
 
-def _floats(words: Tensor) -> Tensor:
-    """The float32 that a word's bits are, float64."""
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).int().view(torch.float32).double()
-
-
 def _value(name: str, a: list[Tensor]) -> Tensor:
     if name == "mov.f32":
-        return a[0].clone() if a[0].is_floating_point() else _floats(a[0])
-    if name == "mov.b32" and a[0].is_floating_point():
-        return a[0].float().view(torch.int32).long() & MASK
+        return a[0].double()
     if name == "cvt.f32.f16":
         return halves(a[0], True)[:, 0]
     if name == "add.f32":
         return (a[0].float() + a[1].float()).double()
-    if name == "sub.f32":
-        return (a[0].float() - a[1].float()).double()
     if name.startswith("mov"):
         return a[0].clone()
     if name == "and.b32":
@@ -93,26 +83,8 @@ def _value(name: str, a: list[Tensor]) -> Tensor:
     return words_of(product + halves(a[2], half) if name.startswith("fma") else product, half)
 
 
-def _groups(text: str) -> list[list[str]]:
-    return [[name.strip() for name in group.split(",")] for group in re.findall(r"{([^}]*)}", text)]
-
-
-def _mma_floats(text: str, registers: dict[str, Tensor], half: bool) -> None:
-    """m16n8k8 of float32 whose 13 lowest bits are left out (tf32)."""
-    d, a, b, c = _groups(text)
-    left, right, acc = (torch.zeros(shape, dtype=torch.float64) for shape in ((16, 8), (8, 8), (16, 8)))
-    for i in range(4):
-        left[G + 8 * (i % 2), Q + 4 * (i // 2)] = _floats(registers[a[i]] & ~0x1FFF)
-        acc[G + 8 * (i // 2), 2 * Q + i % 2] = _floats(_operand(c[i], registers))
-    for i in range(2):
-        right[Q + 4 * i, G] = _floats(registers[b[i]] & ~0x1FFF)
-    acc += left @ right
-    for i in range(4):
-        registers[d[i]] = acc[G + 8 * (i // 2), 2 * Q + i % 2]
-
-
 def _mma(text: str, registers: dict[str, Tensor], half: bool) -> None:
-    d, a, b, c = _groups(text)
+    d, a, b, c = ([name.strip() for name in group.split(",")] for group in re.findall(r"{([^}]*)}", text))
     left, right, acc = (torch.zeros(shape, dtype=torch.float64) for shape in ((16, 16), (16, 8), (16, 8)))
     for h in range(2):
         for i in range(4):

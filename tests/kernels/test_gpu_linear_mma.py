@@ -98,21 +98,17 @@ def test_asm_multiplies_what_lanes_hold_for_the_columns_they_hold(
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_asm_of_sums(half: bool) -> None:
+def test_asm_of_sums_and_squares(half: bool) -> None:
     x = words_of(torch.randn(8, 32, 2), half)
     tiles = [x[G, Q * 8 + i] for i in range(8)]
     values = halves(x, half).flatten(1)
-    sums = execute(mma_asm._sums(2, half), dict(enumerate([ZERO_FLOATS] * 4 + tiles + [ZERO_FLOATS] * 4)))
+    operands = dict(enumerate([ZERO_FLOATS] * 4 + tiles + [ZERO_FLOATS] * 4))
+    sums = execute(mma_asm._self_chain(2, half, ones=True), operands)
+    squares = execute(mma_asm._self_chain(2, half, ones=False), operands)
+    gram = values @ values.T
     for i in range(4):
         assert torch.allclose(sums[i], values.sum(dim=1)[2 * Q + i % 2])
-
-
-def test_asm_hands_what_the_lanes_of_a_row_hold_to_a_column() -> None:
-    """In every row of the result, and exact but for the last bits: the squares of a row may differ by magnitudes."""
-    held = (torch.randn(8, 16) * 10 ** torch.randn(8, 16)).square().double()
-    columns = execute(mma_asm._by_column(), {4 + i: held[G, 4 * Q + i] for i in range(4)})
-    for i in range(4):
-        assert torch.allclose(columns[i], held.sum(dim=1)[2 * Q + i % 2], rtol=2**-18)
+        assert torch.allclose(squares[i], gram[G, 2 * Q + i % 2] if i < 2 else ZERO_FLOATS)
 
 
 def test_the_hand_made_warp_rounds_and_permutes_as_the_isa_says() -> None:

@@ -7,8 +7,7 @@ between threads until the end, when the warps of a program, each of which has it
 Integer codes are multiplied exactly. `mma` adds up what the four lanes of a row hold, which may be several groups of
 columns; then x is laid out once per group with zeros elsewhere, in further columns of the product ("slots"), and each
 column gets the scale of its group in float32. Minima are multiplied with sums of x, which `mma` finds as well.
-The sums of squares for the norm are taken in float32 by who holds a row of x, and reach those that hold its results by
-a product with ones (`by_column`). Only x * norm is rounded, to the dtype of x.
+The sum of squares for the norm is the diagonal of x @ x^T. Only x * norm is rounded, to the dtype of x.
 
 Bytes moved: the weight once, x once per program from the cache, the result.
 """
@@ -32,7 +31,6 @@ from strata_lab.kernels.gpu.gemv_mma_config import (
 )
 from strata_lab.kernels.gpu.mma_asm import (
     ask,
-    by_column,
     by_token,
     chain,
     codes_as_pairs,
@@ -127,11 +125,6 @@ def _place(first, PAIR: tl.constexpr, TILE: tl.constexpr, limit, outputs, LANES:
         mine = first + PAIR * 16 + half * 8 + v // (2 * LANES * SIDE)
         token = TILE * (8 // SLOTS) + v // (2 * SIDE) % LANES * SIDE + v % SIDE
         return mine, token, (mine < outputs) & (token < limit) & (HIGH | (half == 0))
-
-
-@triton.jit
-def _added(a, b, c, d):
-    return a + c, b + d
 
 
 @triton.jit
@@ -232,7 +225,7 @@ def gemv_mma_kernel(
             for i in tl.static_range(TILES):
                 x = raw[u * TILES + i]
                 if norm_ptr is not None:
-                    squared += squares(x, FP16)
+                    squared = squares(squared, x, FP16, ASM)
                     x = times(x, gains[u // NT * TILES + i], FP16, ASM)
                 flat += (x,)
             if FORMAT == "bf16":
@@ -266,17 +259,15 @@ def gemv_mma_kernel(
                 changed += (squared if i == u % NT else square[i],)
             square = changed
 
-    inverse = ()
     for i in tl.static_range(PAIRS * NT):
-        parts = tl.reshape(acc[i], [WARPS, 128])
-        if norm_ptr is not None and i < NT:  # both at once: a sum over warps takes barriers
-            y, s = tl.reduce((parts, tl.reshape(by_column(square[i], ASM), [WARPS, 128])), 0, _added)
-            inverse += (tl.rsqrt(tl.reshape(by_token(tl.reshape(s, [8, 4, 2, 2]), SLOTS), v.shape) / K + eps),)
-        else:
-            y = tl.sum(parts, axis=0)
+        y = tl.sum(tl.reshape(acc[i], [WARPS, 128]), axis=0)
         y = tl.reshape(by_token(tl.reshape(y, [8, 4, 2, 2]), SLOTS), v.shape)
         if norm_ptr is not None:
-            y *= inverse[i % NT]
+            diagonal = (e // 2 % 2 == 0) & (e // 4 * 2 + e % 2 == r % 8)
+            s = tl.sum(tl.where(diagonal, square[i % NT], 0.0), axis=0)
+            s = by_token(tl.sum(tl.reshape(s, [1, 4, 2, 2]), axis=2, keep_dims=True), SLOTS)
+            s = tl.reshape(tl.broadcast_to(s, [8, LANES, 2, SIDE]), v.shape)
+            y *= tl.rsqrt(s / K + eps)
         if scale_ptr is not None and not GROUPED:
             y *= row_scale[i // NT]
         if bias_ptr is not None:

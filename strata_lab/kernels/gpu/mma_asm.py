@@ -17,8 +17,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from strata_lab.kernels.gpu.mma_plain import codes_plain, fragment, grams, high_half, join, low_half
-
 LAYOUT = r"sizePerThread = \[1, 4\], threadsPerWarp = \[8, 4\], warpsPerCTA = \[(\d+), 1\], order = \[1, 0\]"
 
 
@@ -37,19 +35,13 @@ def _chain(pairs: int, half: bool, has_high: bool) -> str:
     return _products(products, x + 4 * tiles, half)
 
 
-def _sums(tiles: int, half: bool) -> str:
-    """acc += 1 @ x^T over all of a lane's words. Inputs: x tiles, acc."""
-    products = [("o, o, o, o", f"${4 + 2 * step}, ${5 + 2 * step}") for step in range(2 * tiles)]
+def _self_chain(tiles: int, half: bool, ones: bool) -> str:
+    """acc += x @ x^T (`ones`: 1 @ x^T) over all of a lane's words. Inputs: x tiles, acc."""
+    products = []
+    for step in range(2 * tiles):
+        i, j = f"${4 + 2 * step}", f"${5 + 2 * step}"
+        products.append(("o, o, o, o" if ones else f"{i}, z, {j}, z", f"{i}, {j}"))
     return _products(products, 4 + 4 * tiles, half)
-
-
-def _by_column() -> str:
-    """1 @ B^T for B of a lane's four floats added up, split in two whose products with ones are exact."""
-    kind, zero = "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32", ", ".join(["0f00000000"] * 4)
-    return f"""{{ .reg .f32 s, t; .reg .b32 high, low, one; mov.b32 one, 0x3f800000;
-        add.f32 s, $4, $5; add.f32 t, $6, $7; add.f32 s, s, t;
-        mov.b32 high, s; and.b32 high, high, 0xffffe000; mov.f32 t, high; sub.f32 s, s, t; mov.b32 low, s;
-        {kind} {{$0, $1, $2, $3}}, {{one, one, one, one}}, {{high, low}}, {{{zero}}}; }}"""
 
 
 def _products(operands: list[tuple[str, str]], acc: int, half: bool) -> str:
@@ -122,7 +114,8 @@ CHAIN_8_00, CHAIN_8_01 = tl.constexpr(_chain(1, False, False)), tl.constexpr(_ch
 CHAIN_8_10, CHAIN_8_11 = tl.constexpr(_chain(1, True, False)), tl.constexpr(_chain(1, True, True))
 CHAIN_4_00, CHAIN_4_01 = tl.constexpr(_chain(2, False, False)), tl.constexpr(_chain(2, False, True))
 CHAIN_4_10, CHAIN_4_11 = tl.constexpr(_chain(2, True, False)), tl.constexpr(_chain(2, True, True))
-SUMS_0, SUMS_1, BY_COLUMN = tl.constexpr(_sums(2, False)), tl.constexpr(_sums(2, True)), tl.constexpr(_by_column())
+SQUARES_0, SQUARES_1 = tl.constexpr(_self_chain(1, False, False)), tl.constexpr(_self_chain(1, True, False))
+SUMS_0, SUMS_1 = tl.constexpr(_self_chain(2, False, True)), tl.constexpr(_self_chain(2, True, True))
 FP8_0, FP8_1 = tl.constexpr(_unpack("fp8", False)), tl.constexpr(_unpack("fp8", True))
 INT8_0, INT8_1 = tl.constexpr(_unpack("int8", False)), tl.constexpr(_unpack("int8", True))
 INT4_00, INT4_08 = tl.constexpr(_unpack("int4", False)), tl.constexpr(_unpack("int4", False, 8))
@@ -141,7 +134,7 @@ def codes_as_pairs(w, FORMAT: tl.constexpr, FP16: tl.constexpr, ZERO: tl.constex
     if FORMAT == "bf16":
         return (w,)
     elif not ASM:
-        return codes_plain(w, FORMAT, FP16, ZERO)
+        return _codes_plain(w, FORMAT, FP16, ZERO)
     elif FORMAT == "int4":
         if FP16:
             text: tl.constexpr = INT4_18 if ZERO == 8 else INT4_10
@@ -161,7 +154,7 @@ def codes_as_pairs(w, FORMAT: tl.constexpr, FP16: tl.constexpr, ZERO: tl.constex
 def times(x, gain, FP16: tl.constexpr, ASM: tl.constexpr):
     """Products of 16-bit floats, two a word, rounded."""
     if not ASM:
-        return join(low_half(x, FP16) * low_half(gain, FP16), high_half(x, FP16) * high_half(gain, FP16), FP16)
+        return _join(_low(x, FP16) * _low(gain, FP16), _high(x, FP16) * _high(gain, FP16), FP16)
     elif FP16:
         text: tl.constexpr = "mul.rn.f16x2 $0, $1, $2;"
         return tl.inline_asm_elementwise(text, "=r,r,r", [x, gain], dtype=tl.int32, is_pure=True, pack=1)
@@ -220,10 +213,7 @@ def spread(w, ASM: tl.constexpr):
     else:
         rows: tl.constexpr = w.shape[0]
         scale, least = tl.split(tl.permute(tl.reshape(w, [rows, 4, 2, 2]), [0, 1, 3, 2]))
-        scale, least = (
-            tl.join(low_half(scale, True), high_half(scale, True)),
-            tl.join(low_half(least, True), high_half(least, True)),
-        )
+        scale, least = tl.join(_low(scale, True), _high(scale, True)), tl.join(_low(least, True), _high(least, True))
         return tl.reshape(scale, [rows, 16]), tl.reshape(least, [rows, 16])
 
 
@@ -236,10 +226,10 @@ def chain(acc, low, high, x, FP16: tl.constexpr, ASM: tl.constexpr):
         a = tl.zeros([acc.shape[0] // 8, 8, 8], tl.float32)
         b = tl.zeros([acc.shape[0] // 8, 8, 8], tl.float32)
         for i in tl.static_range(TILES):
-            a += grams(low[i], x[i], FP16)
+            a += _grams(low[i], x[i], FP16)
             if HIGH:
-                b += grams(high[i], x[i], FP16)
-        return acc + fragment(a, b)
+                b += _grams(high[i], x[i], FP16)
+        return acc + _fragment(a, b)
     else:
         if TILES == 1:
             text: tl.constexpr = CHAIN_16_01 if HIGH else CHAIN_16_00
@@ -261,22 +251,14 @@ def chain(acc, low, high, x, FP16: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def squares(x, FP16: tl.constexpr):
-    """Sums of the squares of a word's two floats, float32: a lane's four belong to one row of x."""
-    low, high = low_half(x, FP16), high_half(x, FP16)
-    return low * low + high * high
-
-
-@triton.jit
-def by_column(v, ASM: tl.constexpr):
-    """What the lanes of row g of a warp's tile hold together -> a result tile that has it in column g of every row."""
+def squares(acc, x, FP16: tl.constexpr, ASM: tl.constexpr):
+    """acc + x @ x^T of eight rows of x."""
     if ASM:
-        operands: tl.constexpr = "=f,=f,=f,=f,f,f,f,f"
-        return tl.inline_asm_elementwise(BY_COLUMN, operands, [v], dtype=tl.float32, is_pure=True, pack=4)
+        text: tl.constexpr = SQUARES_1 if FP16 else SQUARES_0
+        return tl.inline_asm_elementwise(text, IN_4, [x, acc], dtype=tl.float32, is_pure=False, pack=4)
     else:
-        total = tl.sum(tl.reshape(v, [v.shape[0] // 8, 1, 8, 16]), axis=3)
-        total = tl.broadcast_to(total, [v.shape[0] // 8, 8, 8])
-        return fragment(total, total)
+        gram = _grams(x, x, FP16)
+        return acc + _fragment(gram, gram * 0.0)
 
 
 @triton.jit
@@ -286,9 +268,9 @@ def sums(acc, x0, x1, FP16: tl.constexpr, ASM: tl.constexpr):
         text: tl.constexpr = SUMS_1 if FP16 else SUMS_0
         return tl.inline_asm_elementwise(text, IN_8, [x0, x1, acc], dtype=tl.float32, is_pure=False, pack=4)
     else:
-        one = join(low_half(x0, FP16) * 0.0 + 1.0, low_half(x0, FP16) * 0.0 + 1.0, FP16)
-        total = grams(one, x0, FP16) + grams(one, x1, FP16)
-        return acc + fragment(total, total)
+        one = _join(_low(x0, FP16) * 0.0 + 1.0, _low(x0, FP16) * 0.0 + 1.0, FP16)
+        total = _grams(one, x0, FP16) + _grams(one, x1, FP16)
+        return acc + _fragment(total, total)
 
 
 @triton.jit
@@ -300,3 +282,67 @@ def by_token(v, SLOTS: tl.constexpr):
         v = tl.sum(tl.reshape(v, [v.shape[0], 2, 2, v.shape[2]]), axis=2)
         v = tl.reshape(v, [v.shape[0], 2, v.shape[2], 1])
     return v
+
+
+@triton.jit
+def _low(w, FP16: tl.constexpr):
+    if FP16:
+        return (w & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return (w << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _high(w, FP16: tl.constexpr):
+    if FP16:
+        return (w >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return (w & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _join(low, high, FP16: tl.constexpr):
+    """Two float32 tiles -> words of two 16-bit floats, rounded to nearest even."""
+    if FP16:
+        a = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        b = high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        return (a & 0xFFFF) | (b << 16)
+    else:
+        a, b = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
+        a += 0x7FFF + ((a >> 16) & 1)
+        b += 0x7FFF + ((b >> 16) & 1)
+        return ((a >> 16) & 0xFFFF) | (b & -65536)
+
+
+@triton.jit
+def _codes_plain(w, FORMAT: tl.constexpr, FP16: tl.constexpr, ZERO: tl.constexpr):
+    codes = ()
+    for i in tl.static_range(8 if FORMAT == "int4" else 4):
+        if FORMAT == "int4":
+            codes += ((((w >> (i % 4 * 8 + i // 4 * 4)) & 15) - ZERO).to(tl.float32),)
+        elif FORMAT == "int8":
+            codes += (((w << (24 - 8 * i)) >> 24).to(tl.float32),)
+        else:
+            codes += (((w >> (8 * i)) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32),)
+    if FORMAT == "int4":
+        even, odd = _join(codes[4], codes[6], FP16), _join(codes[5], codes[7], FP16)
+        return _join(codes[0], codes[2], FP16), _join(codes[1], codes[3], FP16), even, odd
+    else:
+        return _join(codes[0], codes[2], FP16), _join(codes[1], codes[3], FP16)
+
+
+@triton.jit
+def _grams(a, x, FP16: tl.constexpr):
+    """Per warp, rows of a times rows of x: [warps, 8, 8]."""
+    shape: tl.constexpr = [a.shape[0] // 8, 8, 1, 16]
+    turned: tl.constexpr = [a.shape[0] // 8, 1, 8, 16]
+    low = tl.reshape(_low(a, FP16), shape) * tl.reshape(_low(x, FP16), turned)
+    high = tl.reshape(_high(a, FP16), shape) * tl.reshape(_high(x, FP16), turned)
+    return tl.sum(low + high, axis=3)
+
+
+@triton.jit
+def _fragment(low, high):
+    """Rows 0-7 and 8-15 of a product [warps, 8, 8] -> [8 * warps, 16] as `mma` returns it."""
+    both = tl.reshape(tl.join(low, high), [low.shape[0], 8, 4, 2, 2])  # warp, row, lane, column, half
+    return tl.reshape(tl.permute(both, [0, 1, 2, 4, 3]), [low.shape[0] * 8, 16])
