@@ -32,6 +32,7 @@ PRELOAD_REGISTERS = 64  # of a thread, for weights on their way
 HELD_REGISTERS = 96  # the same where nothing else takes many
 WARP = 32
 WARPS = 8  # of a program
+SHORT = 2048  # columns of a bf16 row that two half warps, or one warp, request at once
 LONG = 1 << 15  # outputs from which programs may be large (heads)
 REFERENCE_SMS = 132  # of an H200, for compiling ahead of time
 HALF_CHAIN = 8  # products of e4m3 codes that are added up in float16
@@ -301,6 +302,10 @@ def default_config(weight: LinearWeight, t: int, norm: bool, silu_mul: bool, dty
         warps = WARPS if norm and not big else WARPS // 2
         pieces = 4 if big else 2
         return GemvConfig(warps, WARP * per_load, pieces, HELD_REGISTERS // (4 * pieces), share=norm)
+    if t == 1 and dtype != torch.float32 and weight.format == "bf16" and weight.shape[1] <= SHORT:
+        lanes = WARP // 2 if weight.shape[1] <= SHORT // 2 else WARP
+        warps, pieces = (WARPS // 2, 4 if silu_mul else 2) if norm else (WARPS, 1)
+        return GemvConfig(warps * WARP // lanes, lanes * per_load, pieces, MAX_CHUNKS, share=norm)
     most = MAX_CHUNKS if t == 1 else 5 if t == 2 and narrow else 3
     lanes = 8
     while -(-weight.shape[1] // (lanes * per_load)) > most:

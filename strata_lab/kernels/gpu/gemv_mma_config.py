@@ -19,7 +19,7 @@ WIDE_X_REGISTERS = 32  # the same where x takes many
 HELD_REGISTERS = 96  # the same where x takes few
 INT4_PRELOAD, INT4_WIDE_PRELOAD = 12, 5  # tiles; the latter where x takes many registers
 SHORT_TILES = 48  # of a row that four warps share
-SHORT_PRELOAD = 8  # tiles of such a row
+SHORT_PRELOAD, WIDE_SHORT_PRELOAD = 12, 8  # tiles of such a row; the latter where results or pieces are many
 BIG, LONG = 1 << 14, 1 << 15  # rows of a weight
 TILE_ROWS = 8  # of a weight tile: one per four lanes
 TILE_BYTES = 64  # of a weight row in a tile: 16 per lane
@@ -53,7 +53,11 @@ def default_config(weight: LinearWeight, t: int) -> MmaConfig:
     if weight.format == "int8" and weight.group_size == 0 and tiles > 8:  # as many bytes; more of x ahead would spill
         return replace(_measured(weight.shape[0], tiles, t > 8), ahead=1)
     if weight.format == "bf16" and tiles <= SHORT_TILES:  # measured on an H200 with 576 and 1,536 columns
-        return MmaConfig(2, 4, SHORT_PRELOAD, 2, MAX_COLUMNS)
+        if t > 8:
+            return MmaConfig(2, 4, WIDE_SHORT_PRELOAD, 2, MAX_COLUMNS)
+        if weight.shape[0] >= LONG:
+            return MmaConfig(4, 2, WIDE_SHORT_PRELOAD, 2, MAX_COLUMNS)
+        return MmaConfig(2, 2 if tiles <= SHORT_TILES // 2 else 4, SHORT_PRELOAD, 2, MAX_COLUMNS)
     warps = 16 if tiles > 128 and weight.group_size == 0 else 8 if tiles > 4 else 4
     held = 8 + (4 if weight.group_size else 0)
     wide = t * slots(weight) > 8
