@@ -102,7 +102,7 @@ def ttft_ms(engine: Any, prompt_tokens: int) -> float:
 
 
 def prompt_rounds(engine: Any) -> int:
-    """Rounds after which the best of them is right for prompts: a GPU captures a shape when it meets it a second time."""
+    """Rounds after which the best is right for prompts: a GPU captures a shape when it meets it a second time."""
     return 3 if engine.device.type == "cuda" else 2
 
 

@@ -24,7 +24,7 @@ BASELINE = "everything off"
 SEATS = (1, 2, 4, 8)
 PROMPT_TOKENS = 8
 WAIT_S, POLL_S = 20.0, 0.01
-MOST_STEPS = 900  # with one number of seats: all of them fit into the event log, and their tokens into the notebook's pool
+MOST_STEPS = 900  # with one number of seats: all fit into the event log, and their tokens into the notebook's pool
 WINDOW_S = 0.25  # of a point of the live picture
 MARKS = {"ok": "✔", "warn": "⚠", "fail": "✘"}
 
