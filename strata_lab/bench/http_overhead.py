@@ -73,7 +73,7 @@ def prompts(engine: Any, count: int, salt: int) -> list[list[int]]:
 
 def plan(engine: Any, server: Any, made: list[list[int]], tokens: int, *, health: bool) -> dict[str, Any]:
     """What a client is to do with prompts (`http_client.perform`): stream them all at once."""
-    shared = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    shared: dict[str, Any] = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     path = "/generate"  # every stream of it ends with its usage
     if engine.tokenizer is not None:
         path, shared["stream_options"] = "/v1/completions", {"include_usage": True}
@@ -152,8 +152,8 @@ def measure(
     from strata_lab.engine import LLMEngine
     from strata_lab.server.background import served
 
-    limits = {"max_num_seqs": max(16, *rounds), "max_model_len": max(MIN_MODEL_LEN, PROMPT_TOKENS + tokens)}
-    with LLMEngine(model, **limits, **options) as engine, client() as ask:
+    options |= {"max_num_seqs": max(16, *rounds), "max_model_len": max(MIN_MODEL_LEN, PROMPT_TOKENS + tokens)}
+    with LLMEngine(model, **options) as engine, client() as ask:
         environment = Environment.now(engine.device.type)
         with served(engine) as server:
             for batch, pairs in rounds.items():
