@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import nbformat
 import pytest
 
 from strata_lab.events import StepEvent
-from strata_lab.lessons import figures, gallery, suite, theme
+from strata_lab.lessons import drafting, figures, gallery, suite, theme
 from strata_lab.lessons.checks import choice, number
 from strata_lab.lessons.measuring import Compared, Trace, causes_ms, in_turn
 from strata_lab.workbench.causes import Ceiling
@@ -178,6 +179,12 @@ def test_the_index_lists_every_page_and_brings_the_script(tmp_path: Path) -> Non
     )
     assert 'href="99_title.html"' in text and "99 A title (标题)" in text and "12 s" in text
     assert (tmp_path / gallery.SCRIPT).stat().st_size > 1e6
+
+
+def test_steps_that_a_device_made_ahead_cost_what_the_device_took() -> None:
+    """Of two that were queued together the host waits for the first and finds the second ready."""
+    ahead = [replace(step(i, ms=ms), forward_ms=0.4, sample_ms=0.0) for i, ms in enumerate((0.77, 0.03))]
+    assert drafting.sizes([step(2, ms=10.0), *ahead]) == {1: [10.0, 0.4, 0.4]}
 
 
 # -- all of them on a device ------------------------------------------------------------------------------------------
