@@ -6,6 +6,7 @@ Torch only; what is captured, and when, is decided in `graph_runner.py`, `graph_
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -36,13 +37,17 @@ def wait_for(device: torch.device) -> None:
 
 
 def idle_rows(num_tokens: int, num_seqs: int, width: int, device: torch.device) -> StepInputs:
-    """A step of several tokens a request that writes nowhere; each replay says how they are shared."""
+    """A step of several tokens that writes nowhere; they are the first request's, until a replay shares them."""
     rows = torch.arange(num_tokens, device=device)
+    idle = StepInputs.idle(num_seqs, width, device)
+    lengths = torch.cat([torch.full_like(idle.seq_lens[:1], num_tokens), idle.seq_lens[1:]])
     return replace(
-        StepInputs.idle(num_seqs, width, device),
+        idle,
         input_ids=torch.zeros_like(rows),
-        positions=torch.zeros_like(rows),
+        positions=rows,
         slot_mapping=torch.full_like(rows, -1),
+        seq_lens=lengths,
+        cu_seqlens_q=torch.full_like(idle.cu_seqlens_q, num_tokens).index_fill_(0, rows[:1], 0),
         sample_rows=rows,
         max_q_len=num_tokens,
     )
@@ -59,6 +64,11 @@ class Recorder(Protocol):
     ragged: bool  # whether how many tokens each request has may change between replays
     captures: int  # made so far
 
+    @property
+    def capture_bytes(self) -> int:
+        """Device memory that its captures took, of those that somebody can still replay."""
+        ...
+
     def bucket(self, num_seqs: int) -> int:
         """The batch size to capture for `num_seqs` requests; 0 for more than a capture is worth."""
         ...
@@ -66,6 +76,23 @@ class Recorder(Protocol):
     def record(self, work: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
         """Run `work` once; return what replays it, and its tensors, whose memory every replay writes anew."""
         ...
+
+
+class Taken:
+    """What captures took of a device's memory, each for as long as its replay lives."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[weakref.ref[Callable[[], None]], int]] = []
+
+    def count(self, replay: Callable[[], None], nbytes: int) -> None:
+        """Count a capture's bytes until nobody has its replay any more."""
+        self._entries = [entry for entry in self._entries if entry[0]() is not None]
+        self._entries.append((weakref.ref(replay), nbytes))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that can still be replayed; from any thread."""
+        return sum(nbytes for replay, nbytes in self._entries if replay() is not None)
 
 
 @dataclass

@@ -270,7 +270,14 @@ class LLMEngine(ChangesSettings, WatchesExperts):
 
     def reset_prefix_cache(self) -> None:
         """Forget what the prefix cache holds, between two steps: for measurements that repeat a prompt."""
-        self._loop.between_steps(lambda: self._loop.scheduler.blocks.drop_prefixes())
+        self.between_steps(lambda scheduler: scheduler.blocks.drop_prefixes())
+
+    def between_steps(self, work: Callable[[Scheduler], None]) -> None:
+        """Run `work` where no step is in flight, and wait for it: for measurements on `parts` and on who serves whom.
+
+        No request goes on meanwhile. What it raises comes out here; `EngineClosedError` after `close`.
+        """
+        self._loop.between_steps(lambda: work(self._loop.scheduler))
 
     def _progress(self, task: str, fraction: float) -> None:
         self.events.append(ProgressEvent(time.perf_counter(), task, fraction))

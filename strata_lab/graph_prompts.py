@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from strata_lab.capture import Recorder, captured_width, fill, free_bytes, idle_rows, latest
+from strata_lab.capture import Recorder, captured_width, fill, idle_rows, latest
 from strata_lab.runner import EagerStep, StepInputs
 
 # Tokens of a step. The operators choose their kernels at 16 and 128 rows, so no size lies on both sides of these. Few
@@ -43,14 +43,10 @@ class CapturedPrompts:
         eager: the step that is captured.
         recorder: how this device captures.
         tell: is told why prompts run uncaptured from then on, should that come to be.
-
-    Attributes:
-        capture_bytes: device memory that they took.
     """
 
     def __init__(self, eager: EagerStep, recorder: Recorder, tell: Callable[[str], None]) -> None:
         self.eager, self.recorder, self._tell = eager, recorder, tell
-        self.capture_bytes = 0
         self._shapes: OrderedDict[tuple[int, int, int], _Shape] = OrderedDict()
         self._refused = False
 
@@ -92,10 +88,8 @@ class CapturedPrompts:
         """What replays steps of a shape, and where their states are."""
         if shape.replay is None or shape.states is None:
             device, inputs = self.eager.model.rotary[0].device, shape.inputs
-            before = free_bytes(device)
             inputs.slot_mapping.fill_(-1)  # a capture runs its work: nothing is written, and no expert counted
             shape.replay, (shape.states,) = self.recorder.record(lambda: (self.eager.hidden(inputs),), device)
-            self.capture_bytes += max(0, before - free_bytes(device))
         return shape.replay, shape.states
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strata_lab.capture import CAPTURING, MIN_TABLE_WIDTH, Capture, Recorder, captured_width, fill, free_bytes
+from strata_lab.capture import CAPTURING, MIN_TABLE_WIDTH, Capture, Recorder, Taken, captured_width, fill, free_bytes
 from strata_lab.graph_prompts import CapturedPrompts
 from strata_lab.graph_windows import CapturedRows, CapturedWindows
 from strata_lab.runner import EagerStep, StepInputs
@@ -44,13 +44,11 @@ class CapturedStep:
         # on a CPU a prompt's operators take far longer than their launch
         self.prompts = None if recorder.ragged else CapturedPrompts(eager, recorder, tell)
         self._captures: dict[tuple[int, int], Capture] = {}
-        self._capture_bytes = 0
 
     @property
     def capture_bytes(self) -> int:
-        """Device memory that its captures took."""
-        prompts = 0 if self.prompts is None else self.prompts.capture_bytes
-        return self._capture_bytes + self.windows.capture_bytes + prompts
+        """Device memory that captures of its recorder took, those of others who have it too."""
+        return self.recorder.capture_bytes
 
     @property
     def states(self) -> Tensor | None:
@@ -85,9 +83,8 @@ class CapturedStep:
 
     def _capture(self, num_seqs: int, width: int) -> Capture:
         device = self.eager.model.rotary[0].device
-        inputs, before = StepInputs.idle(num_seqs, width, device), free_bytes(device)
+        inputs = StepInputs.idle(num_seqs, width, device)
         replay, rows = self.recorder.record(lambda: self.eager.rows(inputs), device)
-        self._capture_bytes += max(0, before - free_bytes(device))
         self._captures[num_seqs, width] = Capture(replay, inputs, *rows)
         return self._captures[num_seqs, width]
 
@@ -105,6 +102,12 @@ class CudaRecorder:
     def __init__(self, stream: Any = None) -> None:
         self._pool: Any = None
         self._stream = stream
+        self._taken = Taken()
+
+    @property
+    def capture_bytes(self) -> int:
+        """As of `Recorder`."""
+        return self._taken.nbytes
 
     def bucket(self, num_seqs: int) -> int:
         """The next captured batch size; 0 above the largest."""
@@ -117,6 +120,7 @@ class CudaRecorder:
         addresses, not tensors: what `work` refers to lives as long as the replay that is returned.
         """
         with CAPTURING:
+            before = free_bytes(device)
             side = self._stream = self._stream or torch.cuda.Stream(device, priority=HIGH_PRIORITY)
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
@@ -129,9 +133,10 @@ class CudaRecorder:
             self._pool = self._pool or graph.pool()
             self.captures += 1
 
-        def replay(graph: Any = graph, kept: Any = work) -> None:
-            graph.replay()
+            def replay(graph: Any = graph, kept: Any = work) -> None:
+                graph.replay()
 
+            self._taken.count(replay, max(0, before - free_bytes(device)))
         return replay, result
 
 
@@ -139,7 +144,7 @@ class CpuRecorder:
     """Lists of C++ operator calls (`kernels/cpu/replay.h`)."""
 
     ragged = True  # attention plans its work when it is replayed
-    captures = 0
+    captures = capture_bytes = 0  # main memory is not counted
 
     def __init__(self) -> None:
         from strata_lab.kernels.cpu.build import load

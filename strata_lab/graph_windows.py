@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from strata_lab.capture import Capture, Recorder, captured_width, fill, free_bytes, idle_rows, latest, verifies
+from strata_lab.capture import Capture, Recorder, captured_width, fill, idle_rows, latest, verifies
 from strata_lab.runner import EagerStep, StepInputs
 
 MAX_WINDOW_TOKENS = 16  # of a captured step that verifies drafts
@@ -27,8 +27,6 @@ class CapturedWindows:
     saves is a small part of the step, and its results take half a megabyte per token on the default model. The captures
     used last are kept.
     """
-
-    capture_bytes = 0  # main memory is not counted
 
     def __init__(self, eager: EagerStep, recorder: Recorder) -> None:
         self.eager, self.recorder = eager, recorder
@@ -61,15 +59,11 @@ class CapturedRows:
 
     Every row stands as a request of one token that sees what lies before it (`StepInputs.apart`), so a capture serves
     any number of requests and any sharing of its rows between them. The captures used last are kept.
-
-    Attributes:
-        capture_bytes: device memory that they took.
     """
 
     def __init__(self, eager: EagerStep, recorder: Recorder) -> None:
         self.eager, self.recorder = eager, recorder
         self._captures: OrderedDict[tuple[int, int], Capture] = OrderedDict()
-        self.capture_bytes = 0
 
     def takes(self, inputs: StepInputs) -> bool:
         """Whether a step is one of verification alone, small enough to be bound by the memory that weights cross."""
@@ -87,7 +81,6 @@ class CapturedRows:
 
     def _capture(self, num_rows: int, width: int) -> Capture:
         device = self.eager.model.rotary[0].device
-        inputs, before = replace(StepInputs.idle(num_rows, width, device), apart=True), free_bytes(device)
+        inputs = replace(StepInputs.idle(num_rows, width, device), apart=True)
         replay, rows = self.recorder.record(lambda: self.eager.rows(inputs), device)
-        self.capture_bytes += max(0, before - free_bytes(device))
         return Capture(replay, inputs, *rows)

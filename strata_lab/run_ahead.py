@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from strata_lab.batch import ScheduledBatch, ScheduledRequest
-from strata_lab.capture import MIN_TABLE_WIDTH, Recorder, captured_width, free_bytes
+from strata_lab.capture import MIN_TABLE_WIDTH, Recorder, captured_width
 from strata_lab.device_sampling import DecodeState, DeviceSampling, fill, send
 from strata_lab.request import Request
 from strata_lab.runner import EagerStep, Runner, StepInputs, StepResult
@@ -112,15 +112,14 @@ class RunAhead:
     ) -> None:
         self.runner, self.eager, self.recorder, self.sampling = runner, eager, recorder, sampling
         self.clock, self.progress = clock, progress
-        self._capture_bytes = 0
         self.block_size, self.device = runner.block_size, runner.device
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}
         self._flight: _Flight | None = None
 
     @property
     def capture_bytes(self) -> int:
-        """Device memory that captures took, those of the runner beneath included."""
-        return self._capture_bytes + self.runner.capture_bytes
+        """Device memory that captures took: the runner beneath has the same recorder."""
+        return self.recorder.capture_bytes
 
     @property
     def captures(self) -> int:
@@ -305,9 +304,7 @@ class RunAhead:
         if key not in self._graphs:
             task = f"capturing the step of {num_seqs} up to {width * self.block_size} tokens"
             self.progress(task, 0.0)
-            before = free_bytes(self.device)
             self._graphs[key] = self.captured_by(self.recorder, num_seqs, width, drawn=drawn)
-            self._capture_bytes += max(0, before - free_bytes(self.device))
             self.progress(task, 1.0)
         return self._graphs[key]
 

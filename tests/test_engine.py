@@ -48,6 +48,26 @@ def test_batched_equals_alone(folder, expected) -> None:
         assert [o.token_ids for o in engine.generate(prompts(4), GREEDY)] == expected
 
 
+def test_work_between_steps_meets_books_that_no_step_changes_and_its_error_comes_out(folder) -> None:
+    def looking(scheduler) -> None:
+        before = scheduler.blocks.num_used, [request.num_tokens for request in scheduler.running]
+        time.sleep(0.02)  # many steps of this model
+        assert (scheduler.blocks.num_used, [request.num_tokens for request in scheduler.running]) == before
+        seen.append(len(scheduler.running))
+
+    seen: list[int] = []
+    with make(folder) as engine:
+        stream = engine.stream(prompts(1)[0], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+        next(stream)
+        engine.between_steps(looking)
+        with pytest.raises(ZeroDivisionError):
+            engine.between_steps(lambda scheduler: 1 // 0)
+        stream.close()
+    assert seen in ([1], [0]), "whether it still ran was a matter of speed"
+    with pytest.raises(EngineClosedError):
+        engine.between_steps(looking)
+
+
 def test_preemption_loses_nothing(folder) -> None:
     """Four requests that grow to 9 blocks of 8 each share a pool of 12: they cannot all stay."""
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)

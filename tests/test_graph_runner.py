@@ -8,6 +8,7 @@ import gc
 import pytest
 import torch
 
+from strata_lab.capture import Taken
 from strata_lab.engine import LLMEngine
 from strata_lab.graph_runner import CapturedStep, CompiledStep, CpuRecorder
 from strata_lab.kernels.cpu.build import CpuKernelsUnavailable, load
@@ -82,6 +83,13 @@ class Fixed:
 
     ragged, count, captures = False, 0, 0
 
+    def __init__(self) -> None:
+        self._taken = Taken()
+
+    @property
+    def capture_bytes(self) -> int:
+        return self._taken.nbytes
+
     def bucket(self, num_seqs: int) -> int:
         return num_seqs
 
@@ -94,6 +102,7 @@ class Fixed:
             for tensor, again in zip(result, work(), strict=True):
                 tensor.copy_(again)
 
+        self._taken.count(replay, 100)
         return replay, result
 
 
@@ -170,6 +179,24 @@ def test_a_prompt_that_cannot_be_captured_runs_all_the_same(engine) -> None:
         for _ in range(3):
             torch.testing.assert_close(captured(inputs), eager(inputs))
     assert told == ["prompts run uncaptured from now on: an operator asks the host"]
+
+
+def test_memory_of_captures_is_counted_once_and_while_they_can_be_replayed(engine) -> None:
+    """Of decode steps, of windows and of prompts, until prompts are refused: then theirs is given back."""
+    eager, told, size = engine._loop.parts.runner.step, [], engine.config.block_size
+    captured = CapturedStep(eager, recorder := Fixed(), told.append)
+    prompt, other = (StepInputs.gather([Slice([5] * n, 0, [1, 2, 3], 1)], size, engine.device) for n in (6, 20))
+    with torch.inference_mode():
+        captured(decode_inputs(engine, 2, 3))
+        captured(StepInputs.gather([Slice([5, 6], 9, [1, 2], 2)], size, engine.device))
+        assert captured.capture_bytes == 200
+        for _ in range(3):
+            captured(prompt)
+        assert captured.capture_bytes == 300
+        recorder.record = lambda work, device: (_ for _ in ()).throw(RuntimeError("out of memory"))
+        for _ in range(2):
+            captured(other)
+    assert told and captured.capture_bytes == 200
 
 
 def test_a_prompt_slice_of_one_token_samples_nothing(engine) -> None:

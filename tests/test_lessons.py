@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import nbformat
 import pytest
 
 from strata_lab.events import StepEvent
-from strata_lab.lessons import figures, gallery, theme
+from strata_lab.lessons import drafting, figures, gallery, suite, theme
 from strata_lab.lessons.checks import choice, number
 from strata_lab.lessons.measuring import Compared, Trace, causes_ms, in_turn
 from strata_lab.workbench.causes import Ceiling
@@ -178,3 +179,41 @@ def test_the_index_lists_every_page_and_brings_the_script(tmp_path: Path) -> Non
     )
     assert 'href="99_title.html"' in text and "99 A title (标题)" in text and "12 s" in text
     assert (tmp_path / gallery.SCRIPT).stat().st_size > 1e6
+
+
+def test_steps_that_a_device_made_ahead_cost_what_the_device_took() -> None:
+    """Of two that were queued together the host waits for the first and finds the second ready."""
+    ahead = [replace(step(i, ms=ms), forward_ms=0.4, sample_ms=0.0) for i, ms in enumerate((0.77, 0.03))]
+    assert drafting.sizes([step(2, ms=10.0), *ahead]) == {1: [10.0, 0.4, 0.4]}
+
+
+# -- all of them on a device ------------------------------------------------------------------------------------------
+
+
+def written(folder: Path, name: str, *sources: str) -> Path:
+    new = nbformat.v4
+    cells = [new.new_code_cell('device = "auto"', metadata={"tags": ["parameters"]}), *map(new.new_code_cell, sources)]
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(new.new_notebook(cells=cells, metadata={"kernelspec": kernel}), folder / name)
+    return folder / name
+
+
+def test_a_notebook_that_fails_is_told_with_its_cell_and_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, "00_wrong.ipynb", "1 + 1", 'assert device == "cuda", device')
+    written(tmp_path, "01_right.ipynb", 'assert device == "cpu"')
+    monkeypatch.setattr(suite, "NOTEBOOKS", tmp_path)
+    told = ("--out", str(tmp_path / "done"), "--name", "found", "--results", str(tmp_path), "--jobs", "2")
+    assert suite.main(["--device", "cpu", *told]) == 1
+    wrong, right = json.loads((tmp_path / "found.json").read_text())
+    assert (wrong["metrics"]["passed"], right["metrics"]["passed"]) == (False, True)
+    assert wrong["note"] == 'assert device == "cuda", device: AssertionError: cpu'
+    assert right["conditions"]["device"] == "cpu" and right["metrics"]["slowest_cell_s"] < right["metrics"]["total_s"]
+    assert "01_right: passed" in capsys.readouterr().out
+
+
+def test_a_notebook_that_takes_too_long_is_ended_and_told(tmp_path: Path) -> None:
+    path = written(tmp_path, "00_slow.ipynb", "import time; time.sleep(60)")
+    ended = suite.outcome(path, tmp_path / "done", {"device": "cpu"}, 4.0)
+    assert ended.error == "not at its end after 4 s" and ended.seconds < 30

@@ -39,6 +39,8 @@ OFF = Optimizations.none().replace(
 class Replays:
     """Captures by remembering the work; counts what is replayed."""
 
+    capture_bytes = 0
+
     def __init__(self) -> None:
         self.count = self.captures = 0
 

@@ -141,12 +141,12 @@ def bare_step(engine: Any, batch: int, context: int) -> tuple[float, float]:
         items.append(ScheduledRequest(request, context, 1, blocks))
     measured: list[tuple[float, int]] = []
 
-    def measure() -> None:
+    def measure(scheduler: Any) -> None:
         randomize(engine.parts.kv, sorted({b for item in items for b in item.block_table}), engine.device)
         measured.append(engine.parts.runner.replay_ms(items, REPLAYS))
-        engine._loop.scheduler.blocks.drop_prefixes()  # these blocks hold nobody's text any more
+        scheduler.blocks.drop_prefixes()  # these blocks hold nobody's text any more
 
-    engine._loop.between_steps(measure)
+    engine.between_steps(measure)
     step_ms, distinct = measured[0]
     return step_ms, distinct / batch
 

@@ -29,12 +29,12 @@ class Stream:
         sent_s, first_s, end_s: when it was sent, first answered with a piece, and over (seconds).
     """
 
-    def __init__(self, host: str, port: int, body: dict[str, Any]) -> None:
+    def __init__(self, host: str, port: int, path: str, body: dict[str, Any]) -> None:
         self.socket = socket.create_connection((host, port), timeout=LIMIT_S)
         self.sent_s, self.first_s, self.end_s = 0.0, 0.0, 0.0
         self._chunks: list[bytes] = []
         data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close"
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close"
         self._request = f"{head}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
     def send(self) -> None:
@@ -107,7 +107,7 @@ def read_all(streams: list[Stream]) -> None:
 
 def perform(plan: dict[str, Any]) -> dict[str, Any]:
     """Send all bodies of a plan at once; the time is from the first sent to the last ended."""
-    streams = [Stream(plan["host"], plan["port"], body) for body in plan["bodies"]]
+    streams = [Stream(plan["host"], plan["port"], plan["path"], body) for body in plan["bodies"]]
     health = Health(plan["host"], plan["port"])
     if plan["health"]:
         health.start()

@@ -5,13 +5,13 @@ client in a process of its own on the same machine, and then asks /health while 
 over the time from the first request to the last token, prefill included, on both sides. A pair takes seconds, since a
 shared machine changes its speed between minutes; the median of the pairs' shares comes with its 95% interval. The
 time from step to step while all streams decode is compared too (`step_share`): neighbours touch few steps, and medians
-of thousands of steps hardly move, but requests and their first tokens are not in it.
+of thousands of steps hardly move, but requests and their first tokens are not in it. A model without a tokenizer, such
+as a preset, is asked over `/generate`, whose pieces carry token ids.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import statistics
@@ -36,6 +36,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = {1: 16, 16: 9}  # pairs by batch size: the longer a run, the less its neighbours matter
 TOKENS, PROMPT_TOKENS = 96, 16
 STREAMS, STREAM_TOKENS = 200, 24
+MIN_MODEL_LEN = 512
+STEP_STRIDE = 2  # steps from which to which a time is taken: a GPU may queue two at once, whose tokens come together
 
 
 class Client:
@@ -69,10 +71,14 @@ def prompts(engine: Any, count: int, salt: int) -> list[list[int]]:
     return [[(11 + 97 * s + 31 * i + 7 * salt) % vocab for i in range(PROMPT_TOKENS)] for s in range(count)]
 
 
-def bodies(made: list[list[int]], tokens: int) -> list[dict[str, Any]]:
-    """Streamed requests for prompts."""
-    shared = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    return [{"prompt": p, **shared, "stream_options": {"include_usage": True}} for p in made]
+def plan(engine: Any, server: Any, made: list[list[int]], tokens: int, *, health: bool) -> dict[str, Any]:
+    """What a client is to do with prompts (`http_client.perform`): stream them all at once."""
+    shared: dict[str, Any] = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    path = "/generate"  # every stream of it ends with its usage
+    if engine.tokenizer is not None:
+        path, shared["stream_options"] = "/v1/completions", {"include_usage": True}
+    bodies = [{"prompt": p, **shared} for p in made]
+    return {"host": "127.0.0.1", "port": server.port, "path": path, "health": health, "bodies": bodies}
 
 
 def engine_alone(engine: Any, batch: int, tokens: int) -> float:
@@ -91,11 +97,13 @@ class Costs:
     Attributes:
         server_us, client_us: of the server's loop and of the client's process, microseconds per token.
         client_share: of all processors, while the run lasted.
+        tokens_per_piece: output tokens over pieces of the streams: what was ready together went out together.
     """
 
     server_us: list[float] = field(default_factory=list)
     client_us: list[float] = field(default_factory=list)
     client_share: list[float] = field(default_factory=list)
+    tokens_per_piece: list[float] = field(default_factory=list)
 
     def medians(self) -> dict[str, float]:
         """As metrics."""
@@ -103,6 +111,7 @@ class Costs:
             "server_cpu_us_per_token": statistics.median(self.server_us),
             "client_cpu_us_per_token": statistics.median(self.client_us),
             "client_share_of_machine": statistics.median(self.client_share),
+            "tokens_per_piece": statistics.median(self.tokens_per_piece),
         }
 
 
@@ -110,15 +119,14 @@ def over_http(engine: Any, server: Any, ask: Client, batch: int, tokens: int, co
     """The same over the server; what it took goes to `costs`."""
     engine.reset_prefix_cache()
     used_s = server.cpu_s()
-    found = ask.perform(
-        host="127.0.0.1", port=server.port, health=False, bodies=bodies(prompts(engine, batch, 0), tokens)
-    )
+    found = ask.perform(**plan(engine, server, prompts(engine, batch, 0), tokens, health=False))
     if found["tokens"] != [tokens] * batch:
         raise RuntimeError(f"{batch} streams brought {found['tokens']} tokens in place of {tokens} each")
     count = sum(found["tokens"])
     costs.server_us.append((server.cpu_s() - used_s) * 1e6 / count)
     costs.client_us.append(found["cpu_s"] * 1e6 / count)
     costs.client_share.append(found["cpu_s"] / found["seconds"] / (os.cpu_count() or 1))
+    costs.tokens_per_piece.append(count / (found["pieces"] - batch))  # the last of each stream is its usage
     return float(count / found["seconds"])
 
 
@@ -130,16 +138,22 @@ def timed_steps(engine: Any, batch: int, run: Callable[[], float], steps_ms: lis
     if lost:
         raise RuntimeError(f"{lost} events were lost: the run has more steps than the event buffer; try --tokens 64")
     window = full_decode_steps([e for e in events if isinstance(e, StepEvent)], batch)
-    steps_ms += [(b.t_s - a.t_s) * 1e3 for a, b in itertools.pairwise(window)]
+    steps_ms += [(b.t_s - a.t_s) * 1e3 / STEP_STRIDE for a, b in zip(window, window[STEP_STRIDE:], strict=False)]
     return rate
 
 
-def measure(model: str, rounds: Mapping[int, int], tokens: int, streams: int) -> Iterator[Record]:
-    """A record per batch size of `rounds` (to the number of pairs) and one for the many streams, as they are made."""
+def measure(
+    model: str, rounds: Mapping[int, int], tokens: int, streams: int, **options: Any
+) -> Iterator[Record]:  # fmt: skip
+    """A record per batch size of `rounds` (to the number of pairs) and one for the many streams, as they are made.
+
+    `options`: of the engine.
+    """
     from strata_lab.engine import LLMEngine
     from strata_lab.server.background import served
 
-    with LLMEngine(model, max_num_seqs=max(16, *rounds), max_model_len=512) as engine, client() as ask:
+    options |= {"max_num_seqs": max(16, *rounds), "max_model_len": max(MIN_MODEL_LEN, PROMPT_TOKENS + tokens)}
+    with LLMEngine(model, **options) as engine, client() as ask:
         environment = Environment.now(engine.device.type)
         with served(engine) as server:
             for batch, pairs in rounds.items():
@@ -187,7 +201,7 @@ def _record(
         spread=Spread.of(shares),
         note="streams over HTTP beside generate() of the same engine, by turns; the spread is of the pairs' shares, "
         "share_low and share_high are the 95% interval of their median; step_share compares the median times from "
-        "step to step; client and server on the same cores",
+        "step to step; client, server and engine on the same processors, the client in a process of its own",
     )
 
 
@@ -197,8 +211,7 @@ def _steps(engine: float | None = None, http: float | None = None) -> dict[str, 
 
 
 def _many(environment: Environment, engine: Any, server: Any, ask: Client, model: str, streams: int) -> Record:
-    made = bodies(prompts(engine, streams, 1), STREAM_TOKENS)
-    found = ask.perform(host="127.0.0.1", port=server.port, health=True, bodies=made)
+    found = ask.perform(**plan(engine, server, prompts(engine, streams, 1), STREAM_TOKENS, health=True))
     if found["tokens"] != [STREAM_TOKENS] * streams or found["health_failed"]:
         raise RuntimeError(f"{streams} streams: not all were answered whole, or /health failed: {found}")
     waits = sorted(found["health_ms"])
@@ -228,6 +241,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog=SCRIPT, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="anything the engine loads")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--weights", help="format; default: as stored")
+    parser.add_argument("--kv-cache-dtype", help="bf16 or fp8; default: the engine's")
     parser.add_argument("--rounds", type=int, help=f"pairs of runs per batch size (default: {ROUNDS})")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="output tokens of a request")
     parser.add_argument("--streams", type=int, default=STREAMS, help="streams that run while /health is asked")
@@ -235,8 +251,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", help="folder of the results file (default: docs/results)")
     options = parser.parse_args(arguments)
     rounds = ROUNDS if options.rounds is None else dict.fromkeys(ROUNDS, options.rounds)
+    extra = {"device": options.device, "weight_format": options.weights, "kv_cache_dtype": options.kv_cache_dtype}
     records = []
-    for record in measure(options.model, rounds, options.tokens, options.streams):
+    for record in measure(options.model, rounds, options.tokens, options.streams, **extra):
         records.append(record)
         figures = ", ".join(f"{name} {value:.4g}" for name, value in record.metrics.items())
         sys.stdout.write(f"{record.name:28} {figures}\n")

@@ -13,8 +13,8 @@
 
 Times of requests are the engine's, from their arrival. Each part has its bar, and the record says whether it is kept.
 
-What is measured is a user's second minute. The first step of a new shape is compiled or captured, and a new prompt lane
-has to find memory; that is the start of an engine and not its scheduling. So each part of the engine runs once
+What is measured is a user's second minute. The first steps of a new shape, on the prompt lane too, are compiled and
+captured; that is the start of an engine and not its scheduling. So each part of the engine runs once
 unmeasured, the same mix for a shorter time (`Sizes.warm_up`); `long` sends one unmeasured prompt after each change of
 setting instead. All that is measured then counts, and the record has median, p95 and worst of what was waited, and
 `captured_bytes`, the memory of steps that were captured nevertheless.
@@ -167,7 +167,7 @@ def long(engine: Any, sizes: Sizes) -> dict[str, Any]:
     for turn in range(2 * sizes.rounds):
         split = turn % 2 == 1
         engine.apply(pd_split=split)
-        disturb(engine, LONG_STREAMS, sizes.long_tokens)  # `pd_split` makes a new prompt lane, with no memory yet
+        disturb(engine, LONG_STREAMS, sizes.long_tokens)  # the first of a setting compiles and captures its shapes
         found[split].append(disturb(engine, LONG_STREAMS, sizes.long_tokens))
     engine.apply(pd_split=False)
     made: dict[str, Any] = {"calm_ms": statistics.median(d.calm_ms for d in found[False] + found[True])}
@@ -227,7 +227,7 @@ def tables(engine: Any, sizes: Sizes) -> dict[str, Any]:
     for turn in range(2 * sizes.rounds + 1):
         kind = "scattered" if turn % 2 else "contiguous"
         engine.reset_prefix_cache()
-        engine._loop.between_steps(partial(_arrange, engine._loop.scheduler.blocks, kind == "scattered", numbers))
+        engine.between_steps(partial(_arrange, scattered=kind == "scattered", numbers=numbers))
         cursor, count = engine.events.cursor, sizes.long_tokens // 2
         vocabulary = engine.model_config.vocab_size
         texts = [[(11 + 97 * s + 31 * i) % vocabulary for i in range(count)] for s in range(LONG_STREAMS)]
@@ -239,10 +239,11 @@ def tables(engine: Any, sizes: Sizes) -> dict[str, Any]:
     return {"scattered_ratio": anywhere / ordered, "contiguous_ms": ordered, "scattered_ms": anywhere}
 
 
-def _arrange(manager: BlockManager, scattered: bool, numbers: random.Random) -> None:
-    manager._free.sort(reverse=True)
+def _arrange(scheduler: Any, *, scattered: bool, numbers: random.Random) -> None:
+    free = scheduler.blocks._free
+    free.sort(reverse=True)
     if scattered:
-        numbers.shuffle(manager._free)
+        numbers.shuffle(free)
 
 
 # -- all of it --------------------------------------------------------------------------------------------------------

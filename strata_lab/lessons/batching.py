@@ -11,7 +11,7 @@ from strata_lab.bench.workloads import Workload
 from strata_lab.events import StepEvent
 from strata_lab.lessons.checks import Verdict, choice, number
 from strata_lab.lessons.crowd import token_ms
-from strata_lab.lessons.measuring import Compared, Trace, applying, decode, in_turn
+from strata_lab.lessons.measuring import Compared, Trace, applying, decode, in_turn, prompt_rounds
 from strata_lab.lessons.theme import BLUE, COLOURS, GREY, ORANGE, figure
 
 WAITING, FIRST, NEXT = 0.0, 0.5, 1.0  # what a square of the map says
@@ -69,7 +69,9 @@ def serve(engine: Any, workload: Workload) -> Served:
     return Served(found, seen.steps, token_ms(seen), engine.optimizations.max_num_seqs)
 
 
-def compare(engine: Any, workload: Workload, rounds: int = 2, **settings: Mapping[str, Any]) -> Compared:
+def compare(
+    engine: Any, workload: Workload, rounds: int | None = None, **settings: Mapping[str, Any]
+) -> Compared:  # fmt: skip
     """Time for a whole workload under several settings, in turn; `extra` has each one's best round."""
     every: list[Served] = []
 
@@ -77,7 +79,8 @@ def compare(engine: Any, workload: Workload, rounds: int = 2, **settings: Mappin
         every.append(serve(engine, workload))
         return every[-1].total_ms
 
-    found = in_turn(applying(engine, **settings), measure, rounds=rounds, unit="ms for all requests")
+    sides, rounds = applying(engine, **settings), rounds or prompt_rounds(engine)
+    found = in_turn(sides, measure, rounds=rounds, unit="ms for all requests")
     took = {one.total_ms: one for one in every}
     found.extra = {label: took[found.best(label)] for label in settings}
     return found

@@ -13,7 +13,7 @@ from strata_lab.workbench.details import Context, Detail, PoolDetail
 from strata_lab.workbench.names import Names
 
 WAIT_S = 60.0  # at most, for a moment that a picture is taken of
-POLL_S = 0.001
+POLL_S = 0.0002  # half a step of a fast card: the picture shall not come after the requests have ended
 
 
 def token_ms(seen: Trace) -> dict[str, list[float]]:

@@ -136,12 +136,20 @@ def proposals(lesson: Lesson, written: Written) -> Any:
     return detail.lanes
 
 
+def step_ms(step: StepEvent) -> float:
+    """What a step took: the device's own time where it ran ahead and sampled by itself, else the step's duration.
+
+    A host that waits for several queued steps at once waits for the first of them and finds the others ready.
+    """
+    return step.duration_ms if step.sample_ms else step.forward_ms
+
+
 def sizes(steps: list[StepEvent]) -> dict[int, list[float]]:
-    """Tokens that a step computed, its guesses included, to the milliseconds of such steps."""
+    """Tokens that a step computed, its guesses included, to the milliseconds of such steps (`step_ms`)."""
     found: dict[int, list[float]] = {}
     for step in steps:
         size = step.num_decode_tokens + sum(len(d.token_ids) for d in step.drafts)
-        found.setdefault(size, []).append(step.duration_ms)
+        found.setdefault(size, []).append(step_ms(step))
     return dict(sorted(found.items()))
 
 
@@ -158,7 +166,7 @@ def costs(steps: list[StepEvent]) -> Any:
     made.add_scatter(
         x=[p[0] for p in points], y=[p[1] for p in points], mode="markers", name="a step",
         marker={"color": GREY, "size": 6, "opacity": 0.5}, hovertemplate="%{x} tokens: %{y:.2f} ms<br>"
-        "StepEvent.duration_ms<extra></extra>",
+        "StepEvent.duration_ms; forward_ms where a GPU sampled<extra></extra>",
     )  # fmt: skip
     middle = step_costs(steps)
     made.add_scatter(

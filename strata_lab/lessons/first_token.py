@@ -11,7 +11,7 @@ from typing import Any
 from strata_lab.bench.measure import run
 from strata_lab.bench.workloads import Workload
 from strata_lab.lessons.checks import Verdict, choice, number
-from strata_lab.lessons.measuring import Trace
+from strata_lab.lessons.measuring import Trace, prompt_rounds
 from strata_lab.lessons.theme import BLUE, COLOURS, GREY, ORANGE, figure
 from strata_lab.sampling_params import SamplingParams
 
@@ -53,11 +53,11 @@ class Waits:
     tpot_ms: float
 
 
-def by_prompt_length(engine: Any, lengths: Sequence[int], rounds: int = 2) -> dict[int, Waits]:
+def by_prompt_length(engine: Any, lengths: Sequence[int], rounds: int | None = None) -> dict[int, Waits]:
     """Both waits at several prompt lengths, measured in turn; the prefix cache is dropped before each."""
     found: dict[int, list[Waits]] = {length: [] for length in lengths}
     run(engine, Workload("lesson", "warms up", min(lengths), (TIMED_TOKENS,)))
-    for _ in range(rounds):
+    for _ in range(rounds or prompt_rounds(engine)):
         for length in lengths:
             one = run(engine, Workload("lesson", "a prompt of some length", length, (TIMED_TOKENS,)))
             assert one.tpot_ms is not None  # TIMED_TOKENS > 1

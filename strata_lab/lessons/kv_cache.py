@@ -10,7 +10,7 @@ from typing import Any
 from strata_lab.bench.workloads import text_tokens
 from strata_lab.events import StateEvent
 from strata_lab.lessons.checks import Verdict, choice, number
-from strata_lab.lessons.measuring import Compared, Trace, applying, in_turn
+from strata_lab.lessons.measuring import Compared, Trace, applying, in_turn, prompt_rounds
 from strata_lab.lessons.theme import BLUE, COLOURS, GREY, LEGEND_BELOW, ORANGE, figure
 from strata_lab.sampling_params import SamplingParams
 
@@ -86,9 +86,10 @@ def second_question(engine: Any, document: Sequence[int]) -> float:
     return float(waits[1])
 
 
-def asked_twice(engine: Any, document: Sequence[int], rounds: int = 2) -> Compared:
+def asked_twice(engine: Any, document: Sequence[int], rounds: int | None = None) -> Compared:
     """`second_question` without and with the prefix cache, in turn."""
     sides = applying(engine, without={"prefix_cache": False}, with_prefix_cache={"prefix_cache": True})
+    rounds = rounds or prompt_rounds(engine)
     return in_turn(sides, lambda: second_question(engine, document), rounds=rounds, unit="ms to the first token")
 
 

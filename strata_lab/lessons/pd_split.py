@@ -10,7 +10,7 @@ from strata_lab.bench.interference import Disturbance, disturb
 from strata_lab.events import StepEvent
 from strata_lab.lessons.checks import Verdict, choice, number
 from strata_lab.lessons.crowd import token_ms
-from strata_lab.lessons.measuring import Compared, Trace, applying, in_turn, ttft_ms
+from strata_lab.lessons.measuring import Compared, Trace, applying, in_turn, prompt_rounds, ttft_ms
 from strata_lab.lessons.theme import BLUE, COLOURS, GREY, LEGEND_BELOW, ORANGE, figure
 
 STREAMS = 3
@@ -52,7 +52,7 @@ def interrupt(engine: Any, tokens: int, streams: int = STREAMS) -> Interruption:
     return Interruption(found, arrivals, seen.steps)
 
 
-def compare(engine: Any, tokens: int, rounds: int = 2, **settings: Mapping[str, Any]) -> Compared:
+def compare(engine: Any, tokens: int, **settings: Mapping[str, Any]) -> Compared:
     """The longest gap of a running stream under several settings, in turn; `extra` has each one's best round."""
     every: list[Interruption] = []
 
@@ -60,7 +60,7 @@ def compare(engine: Any, tokens: int, rounds: int = 2, **settings: Mapping[str, 
         every.append(interrupt(engine, tokens))
         return every[-1].figures.worst_ms
 
-    found = in_turn(applying(engine, **settings), measure, rounds=rounds, unit="ms, longest gap")
+    found = in_turn(applying(engine, **settings), measure, rounds=prompt_rounds(engine), unit="ms, longest gap")
     worst = {one.figures.worst_ms: one for one in every}
     found.extra = {label: worst[found.best(label)] for label in settings}
     return found
@@ -112,11 +112,12 @@ def trade(found: Mapping[int, Interruption]) -> Any:
 
 
 def budgets(engine: Any, tokens: int, sizes: tuple[int, ...]) -> dict[int, Interruption]:
-    """One interruption per budget of a step, without `pd_split`."""
+    """One interruption per budget of a step, without `pd_split`; on a GPU one after those that capture its shapes."""
     found = {}
     for size in sizes:
         applying(engine, budget={"max_num_batched_tokens": size, "pd_split": False})["budget"]()
-        found[size] = interrupt(engine, tokens)
+        for _ in range(prompt_rounds(engine) if engine.device.type == "cuda" else 1):
+            found[size] = interrupt(engine, tokens)
     return found
 
 

@@ -24,6 +24,7 @@ BASELINE = "everything off"
 SEATS = (1, 2, 4, 8)
 PROMPT_TOKENS = 8
 WAIT_S, POLL_S = 20.0, 0.01
+MOST_STEPS = 900  # with one number of seats: all fit into the event log, and their tokens into the notebook's pool
 WINDOW_S = 0.25  # of a point of the live picture
 MARKS = {"ok": "✔", "warn": "⚠", "fail": "✘"}
 
@@ -108,7 +109,7 @@ class Live:
 
 
 def more_seats(lesson: Lesson, seconds: float, seats: Sequence[int] = SEATS) -> Live:
-    """As many requests as the last of `seats`, all sent at once; every `seconds` more of them are let in.
+    """As many requests as the last of `seats`, all sent at once; every `seconds`, or `MOST_STEPS`, more are let in.
 
     Raises:
         TimeoutError: the engine did not decode for so many together.
@@ -128,12 +129,18 @@ def more_seats(lesson: Lesson, seconds: float, seats: Sequence[int] = SEATS) -> 
             for count in seats:
                 cursor = engine.events.cursor
                 engine.apply(max_num_seqs=count)
-                time.sleep(seconds)
+                _let_run(engine, seconds)
                 _wait_for(engine, cursor, count)
         finally:
             for request in ids:
                 engine.forget(request)
     return Live(seen, _rates(seen, seats))
+
+
+def _let_run(engine: Any, seconds: float) -> None:
+    first, deadline = engine.stats().num_steps, time.monotonic() + seconds
+    while time.monotonic() < deadline and engine.stats().num_steps - first < MOST_STEPS:
+        time.sleep(POLL_S)
 
 
 def _wait_for(engine: Any, cursor: int, count: int) -> None:

@@ -22,7 +22,7 @@ from strata_lab.quant.overlay import Overlay
 from strata_lab.quant.quality import Comparison, Logits, compare
 
 WARM_TOKENS = 16  # before a speed is measured
-MOST_TOKENS = 384  # that are generated to measure one
+MOST_TOKENS = 224  # that are generated to measure one; more would need a wider table captured meanwhile, on a GPU
 MATRICES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 
 

@@ -1,7 +1,7 @@
 """Answers as bytes: completions and `/generate`, whole and streamed; the chat's are in `chat_writer.py`.
 
-A stream's pieces are made of JSON that is ready but for the text, so a token costs one string encoding. Tokens of one
-step that belong to one answer become one piece; counts of tokens are in `usage` and nowhere else.
+A stream's pieces are made of JSON that is ready but for the text, so a token costs one string encoding. Tokens that are
+ready together and belong to one answer become one piece; counts of tokens are in `usage` and nowhere else.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class DraftAhead:
     @property
     def capture_bytes(self) -> int:
         """Device memory that captures took, those of steps without drafts included."""
-        return self.cycles.capture_bytes + self.ahead.capture_bytes
+        return self.cycles.recorder.capture_bytes + self.ahead.capture_bytes
 
     @property
     def captures(self) -> int:

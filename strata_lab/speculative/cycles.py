@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata_lab.capture import Recorder, free_bytes
+from strata_lab.capture import Recorder
 from strata_lab.device_sampling import DeviceSampling
 from strata_lab.run_ahead import RunAhead, decode_inputs
 from strata_lab.speculative.costs import StepCosts
@@ -52,7 +52,6 @@ class Cycles:
 
     Attributes:
         drafts: numbers of drafts that are captured.
-        capture_bytes: device memory that the captures took.
         max_draft_len: tokens whose positions the draft model knows.
     """
 
@@ -65,7 +64,6 @@ class Cycles:
         ids = torch.arange(guesses.model.weights.head.shape[0], device=ahead.device)
         self.to_target: Tensor = ids if to_target is None else to_target
         self.drafts = tuple(count for count in DRAFTS if count <= most)
-        self.capture_bytes = 0
         self.max_draft_len = guesses.model.rotary[0].shape[0]
         self._captures: dict[tuple[int, int, int], Captured] = {}
 
@@ -82,12 +80,10 @@ class Cycles:
         missing = [count for count in self.drafts if (count, drawn) not in captured.replays]
         if missing:
             task = f"capturing drafts for {num_seqs} up to {width * self.ahead.block_size} tokens"
-            before = free_bytes(self.ahead.device)
             captured.state.base.seq_lens.zero_()  # a capture runs its work once: rows that pad write nowhere
             for done, count in enumerate(missing):
                 self.ahead.progress(task, done / len(missing))
                 captured.replays[count, drawn] = self._capture(captured, count, drawn)
-            self.capture_bytes += max(0, before - free_bytes(self.ahead.device))
             self.ahead.progress(task, 1.0)
         return captured
 

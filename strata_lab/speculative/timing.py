@@ -8,32 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from strata_lab.capture import wait_for
+from strata_lab.capture import idle_rows, wait_for
 from strata_lab.runner import Step, StepInputs
 from strata_lab.speculative.costs import StepCosts, measure
 
 BUDGET_S = 2.0
-
-
-def window_inputs(num_tokens: int, block_size: int, device: torch.device) -> StepInputs:
-    """A step that verifies a window of `num_tokens` of one request, writes nowhere and reads its first block."""
-    idle = StepInputs.idle(1, max(2, -(-num_tokens // block_size)), device)
-    rows = torch.arange(num_tokens, dtype=torch.int64, device=device)
-    return replace(
-        idle,
-        input_ids=torch.zeros_like(rows),
-        positions=rows,
-        slot_mapping=torch.full_like(rows, -1),
-        seq_lens=torch.full_like(idle.seq_lens, num_tokens),
-        cu_seqlens_q=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
-        sample_rows=rows,
-        max_q_len=num_tokens,
-    )
 
 
 def measured_costs(step: Step, block_size: int, device: torch.device, budget_s: float = BUDGET_S) -> StepCosts:
@@ -53,7 +36,7 @@ def measured_costs(step: Step, block_size: int, device: torch.device, budget_s: 
 
     with torch.inference_mode():
         plain_ms = timer(lambda n: StepInputs.idle(n, 2, device))
-        window_ms = timer(lambda n: window_inputs(n, block_size, device))
+        window_ms = timer(lambda n: idle_rows(n, 1, max(2, -(-n // block_size)), device))
         plain, window = measure([plain_ms, window_ms], time.perf_counter, budget_s)
     return StepCosts(plain, window)
 
