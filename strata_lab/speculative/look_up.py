@@ -3,8 +3,7 @@
 The device keeps each text by position. A cycle begins by finding the place most like the end of the text and guesses
 what followed there; before it ends, the sampled tokens are written behind the text. The functions here are the
 reference; those of a GPU are `kernels/gpu/look_up.py`. The rule is simpler than that of `ngram.py`, which has an index
-for it: every place is compared, a few tokens back. That index stays on the host, where it says whether a cycle is worth
-its while (`LookUp`).
+for it: every place is compared, a few tokens back.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from strata_lab.device_sampling import send
 from strata_lab.models.base import CausalLM
 from strata_lab.request import Request
 from strata_lab.speculative.guesses import Follow, Guess, Make
-from strata_lab.speculative.ngram import NgramDrafter
 from strata_lab.speculative.window_state import WindowState
 
 MOST_COMMON = 8  # tokens of a common past that are counted: a longer one hardly ever tells more
@@ -113,16 +111,24 @@ class LookUpGuesses:
         return make, lambda states: self.ops.remember(kept, state, 1 + num_drafts)
 
 
-class LookUp(NgramDrafter):
-    """What the host knows of look-ups on the device, in the place of a draft model in `ahead.py`.
+class LookUp:
+    """What the host knows of look-ups on the device: nothing. In the place of a draft model in `ahead.py`."""
 
-    The device finds what to copy. Whether there is anything, and how much of the text has come before, the host's own
-    index tells, of the tokens that it knows: a cycle where nothing repeats costs a card as much as one that gains.
-    """
+    name = "ngram"
+    classes = (("any", 1),)
+    look_is_work = False
+    captures = 0
+
+    def look(self, requests: Sequence[Request]) -> list[int]:
+        """1 for each: whether there is anything to copy, the device finds out."""
+        return [1] * len(requests)
 
     def fly(self, request: Request, num_tokens: int) -> list[int] | None:
         """No blocks are needed."""
         return []
 
     def land(self, request: Request) -> None:
-        """Nothing is kept for a flight."""
+        """Nothing is kept of a request."""
+
+    def forget(self, request: Request) -> None:
+        """Nothing is kept of a request."""

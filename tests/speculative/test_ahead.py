@@ -6,9 +6,8 @@ The device is played by the CPU, as in `tests/test_run_ahead.py`: a replay runs 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from strata_lab.engine import LLMEngine
 from strata_lab.events import StepEvent
-from strata_lab.request import Request
 from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import EagerStep, Runner
 from strata_lab.sampler import Sampler
@@ -66,16 +64,9 @@ def plain(folders: list[Any]) -> Iterator[LLMEngine]:
         yield made
 
 
-class LooksAnyway(LookUp):
-    """Cycles everywhere, whether or not there is anything to copy."""
-
-    def look(self, requests: Sequence[Request]) -> list[int]:
-        return [max(1, seen) for seen in super().look(requests)]
-
-
 def engine(
     folders: list[Any], *, draft: int | None = 0, blocks: int = 64, most: int = 3, kept: Tensor | None = None,
-    look_up: type[LookUp] = LooksAnyway, **toggles: Any,
+    **toggles: Any,
 ) -> tuple[LLMEngine, Replays, Replays]:  # fmt: skip
     """An engine that drafts ahead, by look-up if `draft` is None, with the replays of its cycles and plain steps."""
     made = LLMEngine(
@@ -88,7 +79,7 @@ def engine(
         Runner(step, Sampler(), BLOCK_SIZE, made.device), step, steps, TorchSampling(vocab_size), clock=Mark
     )
     ahead.max_model_len = MAX_LEN
-    model: Any = look_up()
+    model: Any = LookUp()
     to_target, sampling = None, TorchSampling(vocab_size)
     guesses: Any = LookUpGuesses(step.model, TORCH_LOOK_UPS)
     if draft is not None:
@@ -149,24 +140,6 @@ def test_requests_of_different_lengths_get_what_they_get_alone(
     assert [o.token_ids for o in outputs] == expected
     assert cycles.count > 10
     assert (stats.acceptance_rate > 0.9) == (draft == 0)
-
-
-def test_a_text_is_looked_up_where_its_last_tokens_have_come_before(folders: list[Any], plain: LLMEngine) -> None:
-    """One at a time: a cycle of several requests guesses for all of them."""
-    asked = [(prompts(2)[0], 1.3), (prompts(2)[1], 0.0), ([11, 12, 13, 14] * 4, 1.3)]
-    made, _, _ = engine(folders, draft=None, look_up=LookUp)
-    found = 0
-    with made:
-        for prompt, temperature in asked:
-            params = SamplingParams(temperature=temperature, max_tokens=50, seed=5, ignore_eos=True)
-            output = made.generate([prompt], params)[0]
-            assert output.token_ids == alone(plain, prompt, params).token_ids
-            pairs = list(itertools.pairwise([*prompt, *output.token_ids]))
-            repeats = next((i + 1 for i, pair in enumerate(pairs) if pair in pairs[:i]), len(pairs) + 1)
-            windows = [w for step in steps_of(made) for w in step.drafts if w.request_id == output.request_id]
-            assert all(window.index - 1 + len(prompt) >= repeats for window in windows)
-            found += len(windows)
-    assert found
 
 
 def test_a_head_of_some_of_the_vocabulary_drafts_in_the_targets_tokens(folders: list[Any], plain: LLMEngine) -> None:
