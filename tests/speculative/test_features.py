@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from strata_lab.engine import LLMEngine
-from strata_lab.models.draft_part import FEATURES
+from strata_lab.models.draft_part import FEATURES, TOKEN_PROJ
 from strata_lab.models.loader import open_checkpoint
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.settings import ConfigError
@@ -85,19 +86,20 @@ def test_rows_of_a_later_place_see_what_a_guess_sees_in_use(target: Path) -> Non
     """The s-th guess of a window, computed alone: true rows up to the window, then own ones, one behind the other."""
     network = read_network(open_checkpoint(str(target)), CPU, torch.float32)
     lesson = FeatureLesson(Teacher(network, torch.arange(VOCAB)))
-    draft = lesson.first(2, [Rows.of([Text((5, 6), tuple(range(7, 60)), 0.0)], 64)])
+    draft = lesson.first(2, [Rows.of([Text((5, 6), tuple(range(7, 60)), 0.0)], [0], 64)])
+    assert isinstance(draft, FeatureNetwork) and len(lesson.seen) == 2
     ids = torch.randint(3, 300, (1, 9), generator=torch.Generator().manual_seed(2))
     x = lesson.teacher.embed(ids)
-    states = lesson.teacher.states(x)
+    states = lesson.teacher.states(x, lesson.seen)
     with torch.no_grad():
         places = list(islice(draft.places(x, states), 4))
         for begin in (2, 4):
-            given = before(states)[:, : begin + 1]
+            given = draft.of_target([before(state)[:, : begin + 1] for state in states])
             for place in range(4):  # an ordinary causal pass over the text as far as this guess knows it
-                rows = draft.rows(x[:, : begin + 1 + place], given)
+                rows = F.linear(x[:, : begin + 1 + place], draft.tensors[TOKEN_PROJ]) + given
                 own = draft.states(rows)[:, -1:]
                 torch.testing.assert_close(places[place][:, begin + place, None], own, atol=1e-5, rtol=1e-4)
-                given = torch.cat([given, own], dim=1)
+                given = torch.cat([given, draft.of_own(own)], dim=1)
 
 
 def test_a_guess_is_learned_where_its_window_began_in_the_output() -> None:

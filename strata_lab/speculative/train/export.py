@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ GRANULARITY = {"int8": "channel"}  # a scale per row: what the GPU's kernels mul
 
 def write_draft(
     folder: Path, draft: Network, to_target: Tensor, target: Checkpoint, weights: str, kind: str,
-    facts: Mapping[str, Any],
+    facts: Mapping[str, Any], seen: Sequence[int] = (),
 ) -> int:  # fmt: skip
     """Write the folder, whole or not at all; bytes of its tensors.
 
@@ -44,6 +44,7 @@ def write_draft(
         weights: number format of its matrices.
         kind: what it sees.
         facts: for the card; see `card`.
+        seen: behind which of the target's layers lie the states that it sees.
     """
     part = folder.parent / f".{folder.name}.part"
     shutil.rmtree(part, ignore_errors=True)
@@ -60,6 +61,7 @@ def write_draft(
         "draft": {
             "target": target.name, "vocab_size": target.config.vocab_size, "to_target": to_target.tolist(),
             "kind": kind, "mark": state_mark(target.tensor(NORM)) if kind == FEATURES else 0,
+            "seen": list(seen) if kind == FEATURES else [],
             "probe": None if tokenizer is None else tokenizer.encode(PROBE), "facts": dict(facts),
         },
     }  # fmt: skip

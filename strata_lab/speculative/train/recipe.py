@@ -94,7 +94,7 @@ def train_draft(recipe: Recipe, out: Path, *, resume: bool = False, progress: Pr
         course = training.run(progress)
         before, after = course.measured[0][1], course.measured[-1][1]
         facts = _facts(recipe, learned, coverage(held, to_target), course)
-        nbytes = write_draft(out, draft, to_target, checkpoint, recipe.weights, recipe.kind, facts)
+        nbytes = write_draft(out, draft, to_target, checkpoint, recipe.weights, recipe.kind, facts, lesson.seen)
     finally:
         checkpoint.close()
     shutil.rmtree(work)

@@ -23,6 +23,7 @@ from strata_lab.speculative.train.lessons import Lesson
 from strata_lab.speculative.train.measure import Acceptance, HeldOut
 from strata_lab.speculative.train.network import Network
 from strata_lab.speculative.train.texts import Rows, batches
+from strata_lab.speculative.train.told import Told
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.01, 1.0
 WARM_UP = 0.04  # of the training
@@ -103,6 +104,7 @@ class Training:
     ) -> None:
         self.lesson, self.draft, self.texts = lesson, draft, texts
         self.held_out, self.schedule, self._state = held_out, schedule, state
+        self._told = Told(lesson.teacher, texts, schedule.most_tokens, lesson.seen)
         self.course = Course()
         self.device = draft.head.device
         values = list(draft.tensors.values())
@@ -124,7 +126,8 @@ class Training:
         rows = batches(self.texts, s.batch_tokens, s.most_tokens, s.seed, course.step)
         try:
             while (done := max(course.step / s.steps, course.seconds / s.seconds)) < 1.0:
-                self._learn(next(rows).to(self.device), done)
+                batch = next(rows)
+                self._learn(batch.to(self.device), int(batch.learned.sum()), done)
                 if done * MEASUREMENTS >= len(course.measured):
                     self._measure()
                 course.seconds = before + time.monotonic() - started
@@ -143,10 +146,10 @@ class Training:
         guesses = self.course.measured[-1][1].by_position[0]
         return f"step {self.course.step}, loss {self.course.loss:.3f}, first guesses true {guesses:.1%}"
 
-    def _learn(self, rows: Rows, done: float) -> None:
+    def _learn(self, rows: Rows, places: int, done: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = self.schedule.learning_rate * rate(done)
-        loss, places = self.lesson.loss(self.draft, rows, self.course.step)
+        loss = self.lesson.loss(self.draft, rows, self._told(rows), self.course.step)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(list(self.draft.tensors.values()), CLIP)
         self._optimizer.step()
