@@ -35,7 +35,7 @@ from tests.checkpoints import VOCAB, write_checkpoint
 
 CPU = torch.device("cpu")
 RECIPE = Recipe(
-    kind=FEATURES, vocab=160, make_tokens=2000, output_tokens=24, streams=16, steps=20, batch_tokens=512, device="cpu",
+    kind=FEATURES, vocab=160, make_tokens=2000, output_tokens=24, streams=16, steps=40, batch_tokens=512, device="cpu",
     learning_rate=3e-3,
 )  # fmt: skip
 PARAMS = [
@@ -56,7 +56,7 @@ def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     recipe = dataclasses.replace(RECIPE, target=str(target))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("strata_lab.speculative.train.texts.HELD_OUT", 6)  # of few texts enough to measure with
-        patch.setattr("strata_lab.speculative.train.recipe.user_turn", lambda tokenizer: None)  # it would ask noise
+        patch.setattr("strata_lab.speculative.train.writing.user_turn", lambda tokenizer: None)  # it would ask noise
         return train_draft(recipe, tmp_path_factory.mktemp("drafts") / "tiny", progress=lambda task, fraction: None)
 
 

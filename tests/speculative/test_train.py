@@ -30,6 +30,7 @@ from strata_lab.speculative.train.prompts import prompts, read_seeds, user_turn
 from strata_lab.speculative.train.recipe import train_draft
 from strata_lab.speculative.train.settings import Recipe
 from strata_lab.speculative.train.texts import Rows, batches, split
+from strata_lab.speculative.train.told import Told
 from strata_lab.speculative.train.training import Schedule, Training
 from strata_lab.speculative.train.vocabulary import coverage, most_used
 from tests.checkpoints import VOCAB, write_checkpoint
@@ -54,7 +55,7 @@ def trained(target, tmp_path_factory):
     out = tmp_path_factory.mktemp("drafts") / "tiny"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "strata_lab.speculative.train.recipe.user_turn", lambda tokenizer: None
+            "strata_lab.speculative.train.writing.user_turn", lambda tokenizer: None
         )  # what a random model asks is noise
         return train_draft(recipe, out, progress=lambda task, fraction: tasks.append(task)), tasks
 
@@ -195,6 +196,21 @@ def test_the_loss_is_zero_for_a_draft_that_says_what_it_is_to_say() -> None:
     torch.testing.assert_close(found, share)
     assert distillation_loss(share.log(), found, least).item() == pytest.approx(0.0, abs=1e-6)
     assert distillation_loss(torch.zeros(2, 3), found, least) > 0.05
+
+
+@pytest.mark.parametrize("kind", [TokenLesson, FeatureLesson])
+def test_what_is_remembered_of_the_target_is_what_it_says_when_asked_again(kind, target) -> None:
+    lesson = kind(Teacher(read_network(open_checkpoint(str(target)), CPU, torch.float32), torch.arange(0, VOCAB, 3)))
+    some = texts(60)
+    kept = Told(lesson.teacher, some, 24, lesson.seen)
+    again = Told(lesson.teacher, some, 24, lesson.seen, free_bytes=0)
+    for rows in islice(batches(some, 128, 24, seed=2), 8):
+        found, expected = kept(rows), again(rows)
+        assert len(found.states) == len(expected.states) == len(lesson.seen)
+        for state, wanted in zip(found.states, expected.states, strict=True):
+            torch.testing.assert_close(state[rows.there], wanted[rows.there], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(found.wanted, expected.wanted, atol=1e-4, rtol=1e-4)
+    assert not again._states and sum(map(len, kept._states)) > 0
 
 
 def test_acceptance_is_what_walking_through_windows_gives() -> None:

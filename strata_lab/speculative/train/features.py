@@ -11,8 +11,8 @@ in training too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial, reduce
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -117,35 +117,27 @@ class FeatureLesson:
 
     @torch.no_grad()
     def first(self, num_layers: int, batches: Iterable[Rows]) -> Network:
-        """The target's last layers, on rows that come as near as a linear map can to what these layers get there."""
+        """The target's last layers, on rows that come as near as a linear map can to what these layers get there.
+
+        They are made of tokens and of the last states; what others tell is learned from nothing.
+        """
         teacher, target = self.teacher, self.teacher.network
         below, width = target.config.num_layers - num_layers, target.config.hidden_size
         dense = first_draft(target, num_layers, teacher.to_target, below)
-        names = [SEEN_NORM.format(index) for index in range(len(self.seen))]
-        norms = {name: learnable(target.tensors[NORM]) for name in (*names, STATE_NORM)}
-        draft = FeatureNetwork(dense.config, dense.tensors | norms)
-        told = [(rows, teacher.embed(rows.token_ids)) for rows in batches]
-        asked = sorted({below, *self.seen} - {0})
-        states = [dict(zip(asked, teacher.states(x, asked), strict=True)) | {0: x} for _, x in told]
+        names = [STATE_NORM, *(SEEN_NORM.format(index) for index in range(len(self.seen)))]
+        draft = FeatureNetwork(dense.config, dense.tensors | {n: learnable(target.tensors[NORM]) for n in names})
 
-        def rows_of(given: Callable[[Tensor, dict[int, Tensor]], list[Tensor]], less: Tensor) -> Tensor:
-            """What makes the rows best out of what is `given` of tokens and states, beside what `less` makes of tokens."""
-            pairs = (
-                (torch.cat(given(x.float(), known), dim=-1)[rows.learned],
-                 (known[below].float() - x.float() @ less)[rows.learned])
-                for (rows, x), known in zip(told, states, strict=True)
-            )  # fmt: skip
-            return least_squares(pairs).float()
+        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+            for rows in batches:
+                x = teacher.embed(rows.token_ids)
+                wanted, last = (x, *teacher.states(x, [n for n in (below, self.seen[-1]) if n]))[-2:]
+                given = torch.cat([x.float(), draft.norm(before(last).float(), STATE_NORM)], dim=-1)
+                yield given[rows.learned], wanted[rows.learned]
 
-        def normed(known: dict[int, Tensor], layer: int, name: str) -> Tensor:
-            return draft.norm(before(known[layer]).float(), name)
-
-        nothing = target.head.new_zeros(width, width, dtype=torch.float32)
-        made = rows_of(lambda x, known: [x, *map(partial(normed, known), self.seen, names)], nothing)
-        token, *parts = made.split(width)
-        own = rows_of(lambda x, known: [normed(known, self.seen[-1], STATE_NORM)], token)
-        draft.tensors |= {TOKEN_PROJ: learnable(token.T), STATE_PROJ: learnable(own.T)}
-        draft.tensors |= {SEEN_PROJ.format(i): learnable(part.T) for i, part in enumerate(parts)}
+        token, last = least_squares(pairs()).float().split(width)
+        draft.tensors |= {TOKEN_PROJ: learnable(token.T), STATE_PROJ: learnable(last.T)}
+        parts = [torch.zeros_like(last)] * (len(self.seen) - 1) + [last]
+        draft.tensors |= {SEEN_PROJ.format(index): learnable(part.T) for index, part in enumerate(parts)}
         return draft
 
     def loss(self, draft: Network, rows: Rows, said: Said, seed: int) -> Tensor:

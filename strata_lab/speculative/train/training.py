@@ -72,6 +72,7 @@ class Course:
         step, tokens, seconds: steps, places learned from, and time, of all runs together.
         loss: faded mean, nats per place.
         measured: (step, acceptance), the first one before any training.
+        answered: the same of answers to the bench's questions, where there are any.
     """
 
     step: int = 0
@@ -79,6 +80,7 @@ class Course:
     seconds: float = 0.0
     loss: float | None = None
     measured: list[tuple[int, Acceptance]] = field(default_factory=list)
+    answered: list[tuple[int, Acceptance]] = field(default_factory=list)
 
 
 class Training:
@@ -91,6 +93,7 @@ class Training:
         held_out: to measure with.
         schedule: how.
         state: a file for what is needed to go on; it is read if it is there.
+        asked: to measure with as well: what the bench asks.
     """
 
     def __init__(
@@ -101,9 +104,10 @@ class Training:
         held_out: HeldOut,
         schedule: Schedule,
         state: Path,
+        asked: HeldOut | None = None,
     ) -> None:
         self.lesson, self.draft, self.texts = lesson, draft, texts
-        self.held_out, self.schedule, self._state = held_out, schedule, state
+        self.held_out, self.schedule, self._state, self.asked = held_out, schedule, state, asked
         self._told = Told(lesson.teacher, texts, schedule.most_tokens, lesson.seen)
         self.course = Course()
         self.device = draft.head.device
@@ -143,8 +147,11 @@ class Training:
         return course
 
     def _line(self) -> str:
-        guesses = self.course.measured[-1][1].by_position[0]
-        return f"step {self.course.step}, loss {self.course.loss:.3f}, first guesses true {guesses:.1%}"
+        course = self.course
+        guesses = f"{course.measured[-1][1].by_position[0]:.1%}"
+        if course.answered:
+            guesses += f", in the bench's chats {course.answered[-1][1].by_position[0]:.1%}"
+        return f"step {course.step}, loss {course.loss:.3f}, first guesses true {guesses}"
 
     def _learn(self, rows: Rows, places: int, done: float) -> None:
         for group in self._optimizer.param_groups:
@@ -160,7 +167,10 @@ class Training:
         course.loss = value if course.loss is None else LOSS_FADE * course.loss + (1 - LOSS_FADE) * value
 
     def _measure(self) -> None:
-        self.course.measured.append((self.course.step, self.held_out.measure(self.draft)))
+        course = self.course
+        course.measured.append((course.step, self.held_out.measure(self.draft)))
+        if self.asked is not None:
+            course.answered.append((course.step, self.asked.measure(self.draft)))
 
     def _save(self) -> None:
         """Write what is needed to go on, whole or not at all."""
@@ -184,8 +194,8 @@ class Training:
                 self.draft.tensors[name].copy_(value)
         self._optimizer.load_state_dict(found["optimizer"])
         course = found["course"]
-        measured = [(step, _acceptance(one)) for step, one in course.pop("measured")]
-        self.course = Course(**course, measured=measured)
+        kept = {name: [(step, _acceptance(one)) for step, one in course.pop(name)] for name in ("measured", "answered")}
+        self.course = Course(**course, **kept)
 
     def _key(self) -> dict[str, Any]:
         """What a training is determined by, except its length."""
