@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 
 from strata_lab.engine import LLMEngine
 from strata_lab.models.draft_part import FEATURES, TOKEN_PROJ
+from strata_lab.models.errors import CheckpointError
 from strata_lab.models.loader import open_checkpoint
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.settings import ConfigError
@@ -73,6 +75,11 @@ def always(engine: LLMEngine) -> FeatureDraft:
     return speculation.drafter
 
 
+def kept_states(engine: LLMEngine) -> int:
+    """Of a step of the target."""
+    return len(engine._loop.parts.runner.step.states)
+
+
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -80,6 +87,16 @@ def test_training_raises_acceptance_at_every_place_that_is_unrolled(trained: Tra
     assert trained.after.by_position[0] > trained.before.by_position[0] + 0.03
     assert trained.after.tokens_per_step[2] > trained.before.tokens_per_step[2] + 0.05
     assert trained.course.loss is not None
+
+
+def test_guesses_are_measured_in_answers_to_the_benchs_questions_too(trained: Trained) -> None:
+    steps, measured = zip(*trained.course.answered, strict=True)
+    assert steps == tuple(step for step, _ in trained.course.measured) and len(steps) > 2
+    assert trained.answers == measured[-1] and measured[-1].places > 100
+    facts = open_checkpoint(str(trained.folder)).draft.facts
+    assert facts["answers"][-1]["by_position"] == list(measured[-1].by_position)
+    share = f"{measured[-1].by_position[0]:.1%}"
+    assert f"guesses 1 to 5 were true in {share}" in (trained.folder / "README.md").read_text()
 
 
 def test_rows_of_a_later_place_see_what_a_guess_sees_in_use(target: Path) -> None:
@@ -136,11 +153,13 @@ def test_texts_are_those_without_guesses(setting: str, trained: Trained, target:
     options = {"device": "cpu", "max_model_len": 128} | SETTINGS[setting]
     with LLMEngine(target, draft_model=str(trained.folder), **options) as engine:
         plain = [engine.generate([p], s)[0] for p, s in zip(prompts(), PARAMS, strict=True)]
+        assert kept_states(engine) == 1, "no more than without such a draft"
         assert engine.apply(speculative="draft", num_draft_tokens=3).ok
         drafter = always(engine)
         for _ in range(2):  # the second time prompts lie in the prefix cache, and nobody computes their states
             assert [o.token_ids for o in engine.generate(prompts(), PARAMS)] == [o.token_ids for o in plain]
         stats = engine.stats()
+        assert kept_states(engine) == 2
         assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
         if setting == "few-blocks":
             assert stats.num_preemptions > 0
@@ -170,6 +189,18 @@ def test_a_draft_for_another_target_of_the_same_width_is_refused(trained: Traine
     other, _ = write_checkpoint(tmp_path / "other", "llama", seed=7)
     with pytest.raises(ConfigError, match="sees the states"):
         LLMEngine(other, device="cpu", draft_model=str(trained.folder), speculative="draft")
+
+
+def test_a_draft_that_does_not_say_what_it_sees_is_damaged(trained: Trained, tmp_path: Path) -> None:
+    for name in trained.folder.iterdir():
+        (tmp_path / name.name).write_bytes(name.read_bytes())
+    manifest = json.loads((trained.folder / "manifest.json").read_text())
+    assert manifest["draft"]["seen"] == [1, 2]
+    for wrong in ([], [2, 1], [0, 2], None):
+        manifest["draft"]["seen"] = wrong
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(CheckpointError, match="train the draft again"):
+            open_checkpoint(str(tmp_path))
 
 
 def test_states_are_found_again_and_old_ones_are_let_go() -> None:

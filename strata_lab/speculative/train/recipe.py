@@ -33,7 +33,7 @@ from strata_lab.telemetry import hardware
 
 LESSONS: dict[str, Callable[[Teacher], Lesson]] = {TOKENS: TokenLesson, FEATURES: FeatureLesson}
 STATE, ANSWERS = "state.pt", f"answers{TRAFFIC_SUFFIX}"
-BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}  # of a training step
+BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}  # of a training step
 FIT_BATCHES = 4  # from which the untrained draft gets its head
 
 

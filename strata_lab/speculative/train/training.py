@@ -27,7 +27,7 @@ from strata_lab.speculative.train.told import Told
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.01, 1.0
 WARM_UP = 0.04  # of the training
-MEASUREMENTS = 8  # of acceptance on the way
+MEASUREMENTS = 4  # of acceptance on the way
 SAVE_EVERY_S = 60.0
 LOSS_FADE = 0.95
 
