@@ -276,14 +276,14 @@ def test_prompts_are_many_and_the_same_for_a_seed() -> None:
         next(prompts(1, seeds, chats=False))
 
 
-def test_half_of_a_chats_requests_are_what_the_model_expects_to_be_asked(target, tmp_path) -> None:
+def test_most_of_a_chats_requests_are_what_the_model_expects_to_be_asked(target, tmp_path) -> None:
     tokenizer = open_checkpoint(str(target)).tokenizer()
     turn = user_turn(tokenizer)
     assert turn is not None
     whole = tokenizer.render_chat([{"role": "user", "content": "Hello"}])
     assert tokenizer.decode(turn.token_ids, skip_special_tokens=False) == whole.split("Hello")[0]
     asked = list(islice(prompts(1, read_seeds(), chats=True, tokenizer=tokenizer, turn=turn), 400))
-    assert 0.35 < sum(prompt is turn for prompt in asked) / 400 < 0.5
+    assert 0.5 < sum(prompt is turn for prompt in asked) / 400 < 0.7
     assert user_turn(SimpleNamespace(render_chat=lambda messages: "says nothing")) is None
 
     class Thinking:

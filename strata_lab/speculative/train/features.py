@@ -1,7 +1,7 @@
 """What a feature draft learns: to go on from the target's states, and behind the first guess from its own.
 
-Such a draft's row at position p reads the token there and the target's state at p - 1, from which the token was chosen;
-it answers with a state in the manner of the target's at p. In use the second guess of a window has no state of the
+Such a draft's row at position p reads the token there and the target's states at p - 1, from the last of which the token
+was chosen; it answers with a state of its own at p. In use the second guess of a window has no state of the
 target to go on from, so the draft's own stands in; a guess sees the target's states up to the window and own ones in
 it. It is trained just so: the batch goes through the draft once for each place of a window (`UNROLLED`), and rows of a
 later place see those of the first up to where their window began, and one row of each place between
@@ -25,7 +25,7 @@ from strata_lab.speculative.train.network import HEAD, NORM, Network, Teacher, f
 from strata_lab.speculative.train.texts import Rows
 from strata_lab.speculative.train.told import Said
 
-SEEN = (1 / 3, 2 / 3, 1.0)  # of the layers lie below the states that are seen
+SEEN = (1 / 3, 2 / 3, 1.0)  # of the layers lie below each of the states that are seen
 UNROLLED = 3  # guesses of a window that are learned
 PLACE_FADE = 0.8  # what a guess counts of the one before it: it is asked for only where that one came true
 STATES_SHARE = 0.2  # of a state's distance from the target's, beside the divergence in nats

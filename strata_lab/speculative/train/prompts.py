@@ -1,7 +1,7 @@
 """What the target is asked, so that it writes texts to learn from: requests of many kinds, beginnings of texts.
 
 `seed_prompts.txt` was written for this project: ways of asking, things to ask about, and first sentences. Few people
-ask like that, so of a model that chats half of the requests are its own: it is given a chat up to where the user begins
+ask like that, so of a model that chats most of the requests are its own: it is given a chat up to where the user begins
 to speak, says what it expects there, and is then asked that. Text of the user's own is cut into beginnings, which the
 target continues. The order is random and the same for the same seed.
 """
@@ -20,7 +20,7 @@ SEEDS_FILE = Path(__file__).with_name("seed_prompts.txt")
 SECTIONS = ("requests", "topics", "openings")
 OPENING_SHARE = 0.15  # of prompts that are the beginning of a text instead of a request
 OWN_SHARE = 0.8  # of prompts that come from the user's text where there is one
-THOUGHT_UP_SHARE = 0.5  # of the requests that the target thinks up itself, where it can
+THOUGHT_UP_SHARE = 0.7  # of the requests that the target thinks up itself, where it can
 OWN_TOKENS = (24, 96)  # of a beginning cut out of the user's text, fewest and most
 
 Prompt = str | list[int] | list[dict[str, str]]
