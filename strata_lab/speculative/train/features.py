@@ -1,7 +1,7 @@
 """What a feature draft learns: to go on from the target's states, and behind the first guess from its own.
 
-Such a draft's row at position p reads the token there and the target's states at p - 1, from the last of which the token
-was chosen; it answers with a state of its own at p. In use the second guess of a window has no state of the
+Such a draft's row at position p reads the token there and the target's states at p - 1, from the last of which the
+token was chosen; it answers with a state of its own at p. In use the second guess of a window has no state of the
 target to go on from, so the draft's own stands in; a guess sees the target's states up to the window and own ones in
 it. It is trained just so: the batch goes through the draft once for each place of a window (`UNROLLED`), and rows of a
 later place see those of the first up to where their window began, and one row of each place between

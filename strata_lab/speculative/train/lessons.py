@@ -53,7 +53,8 @@ class TokenLesson:
     kind = TOKENS
 
     def __init__(self, teacher: Teacher) -> None:
-        self.teacher, self.seen = teacher, (teacher.network.config.num_layers,)
+        self.teacher = teacher
+        self.seen: tuple[int, ...] = (teacher.network.config.num_layers,)
 
     @torch.no_grad()
     def first(self, num_layers: int, batches: Iterable[Rows]) -> Network:

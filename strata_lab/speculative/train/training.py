@@ -194,8 +194,9 @@ class Training:
                 self.draft.tensors[name].copy_(value)
         self._optimizer.load_state_dict(found["optimizer"])
         course = found["course"]
-        kept = {name: [(step, _acceptance(one)) for step, one in course.pop(name)] for name in ("measured", "answered")}
-        self.course = Course(**course, **kept)
+        for name in ("measured", "answered"):
+            course[name] = [(step, _acceptance(one)) for step, one in course[name]]
+        self.course = Course(**course)
 
     def _key(self) -> dict[str, Any]:
         """What a training is determined by, except its length."""
