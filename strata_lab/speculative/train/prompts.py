@@ -17,6 +17,7 @@ from typing import Any
 from strata_lab.settings import ConfigError
 
 SEEDS_FILE = Path(__file__).with_name("seed_prompts.txt")
+QUESTIONS_FILE = Path(__file__).with_name("questions.txt")
 SECTIONS = ("requests", "topics", "openings")
 OPENING_SHARE = 0.15  # of prompts that are the beginning of a text instead of a request
 OWN_SHARE = 0.8  # of prompts that come from the user's text where there is one
@@ -61,6 +62,12 @@ def read_seeds(path: Path = SEEDS_FILE) -> Seeds:
             next(reversed(sections.values())).append(text)
     assert tuple(sections) == SECTIONS, tuple(sections)
     return Seeds(*(tuple(sections[name]) for name in SECTIONS))
+
+
+def read_questions(path: Path = QUESTIONS_FILE) -> tuple[str, ...]:
+    """What chats are measured with, a line each; "#" begins a comment."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return tuple(line for line in lines if line and not line.startswith("#"))
 
 
 def prompts(

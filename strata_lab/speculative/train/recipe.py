@@ -45,7 +45,7 @@ class Trained:
         folder: give it as `draft_model`.
         nbytes: of its tensors.
         before, after: acceptance on texts that it has not learned from, untrained and trained.
-        answers: after training, on greedy answers to the bench's questions (`bench/drafted_texts.py`); None for a model
+        answers: after training, on greedy answers to the bench's questions (`questions.txt`); None for a model
             that does not chat.
         course: of the training.
     """

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from strata_lab.settings import ConfigError
 from strata_lab.speculative.traffic import Text
@@ -128,10 +129,12 @@ class Training:
         if not course.measured:
             self._measure()
         rows = batches(self.texts, s.batch_tokens, s.most_tokens, s.seed, course.step)
+        following = next(rows)
         try:
             while (done := max(course.step / s.steps, course.seconds / s.seconds)) < 1.0:
-                batch = next(rows)
-                self._learn(batch.to(self.device), int(batch.learned.sum()), done)
+                batch, loss = following, self._learn(following.to(self.device), done)
+                following = next(rows)  # while the device learns
+                self._count(loss.item(), int(batch.learned.sum()))  # SYNC: numbers for people
                 if done * MEASUREMENTS >= len(course.measured):
                     self._measure()
                 course.seconds = before + time.monotonic() - started
@@ -153,7 +156,8 @@ class Training:
             guesses += f", in the bench's chats {course.answered[-1][1].by_position[0]:.1%}"
         return f"step {course.step}, loss {course.loss:.3f}, first guesses true {guesses}"
 
-    def _learn(self, rows: Rows, places: int, done: float) -> None:
+    def _learn(self, rows: Rows, done: float) -> Tensor:
+        """A step; its loss."""
         for group in self._optimizer.param_groups:
             group["lr"] = self.schedule.learning_rate * rate(done)
         loss = self.lesson.loss(self.draft, rows, self._told(rows), self.course.step)
@@ -161,10 +165,13 @@ class Training:
         torch.nn.utils.clip_grad_norm_(list(self.draft.tensors.values()), CLIP)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        course, value = self.course, loss.item()  # SYNC: a number for people
+        return loss.detach()
+
+    def _count(self, loss: float, places: int) -> None:
+        course = self.course
         course.step += 1
         course.tokens += places
-        course.loss = value if course.loss is None else LOSS_FADE * course.loss + (1 - LOSS_FADE) * value
+        course.loss = loss if course.loss is None else LOSS_FADE * course.loss + (1 - LOSS_FADE) * loss
 
     def _measure(self) -> None:
         course = self.course

@@ -1,7 +1,7 @@
 """What the target writes before a draft is trained, by our own engine: texts to learn from, answers to measure with.
 
-The answers are those to the questions of the bench's chats (`bench/drafted_texts.py`), greedy ones: nobody learns from
-them, and what a draft guesses there is what the bench will see.
+The answers are those to the questions of the bench's chats (`questions.txt`), greedy ones: nobody learns from them, and
+what a draft guesses there is what the bench will see.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from strata_lab.bench.drafted_texts import NUM_REQUESTS, text_kind
 from strata_lab.models.loader import open_model
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.settings import ConfigError
 from strata_lab.speculative.traffic import Text, TrafficFile
 from strata_lab.speculative.train.making import before_loop, make_texts
-from strata_lab.speculative.train.prompts import own_texts, prompts, read_seeds, user_turn
+from strata_lab.speculative.train.prompts import own_texts, prompts, read_questions, read_seeds, user_turn
 from strata_lab.speculative.train.settings import TRAFFIC_SUFFIX, Recipe
 from strata_lab.speculative.train.training import Progress
 
@@ -55,9 +54,9 @@ def write_texts(recipe: Recipe, path: Path, tokens: int, seed: int, progress: Pr
 
 def write_answers(recipe: Recipe, path: Path, progress: Progress) -> None:
     """Have the target answer the bench's questions greedily, each up to where it goes round in circles."""
-    asked = [text_kind("chat").prompt(number) for number in range(NUM_REQUESTS)]
+    asked = [[{"role": "user", "content": question}] for question in read_questions()]
     progress("answers to measure with, written by the target", 0.0)
-    with _engine(recipe, NUM_REQUESTS, progress) as engine:
+    with _engine(recipe, len(asked), progress) as engine:
         output = min(recipe.output_tokens, engine.model_config.max_position // 2)
         outputs = engine.generate(asked, SamplingParams(temperature=0.0, max_tokens=output))
     target = TrafficFile(path)
