@@ -1,7 +1,8 @@
 """Ten kinds of text, from what nobody can guess to what copies itself: what speculation is measured on.
 
-Twenty requests of each kind, made of the pieces in `drafted_texts.toml` and of the trainer's questions. They differ in how much of the answer stands
-in the prompt or is said twice, which is all that a look-up can use. Nothing is measured here.
+Twenty requests of each kind, made of the pieces in `drafted_texts.toml` and of the trainer's questions. They differ in
+how much of the answer stands in the prompt or is said twice, which is all that a look-up can use. Nothing is measured
+here.
 """
 
 from __future__ import annotations
