@@ -28,7 +28,6 @@ from strata_lab.speculative.train.told import Said
 SEEN = (1 / 3, 2 / 3, 1.0)  # of the layers lie below each of the states that are seen
 UNROLLED = 3  # guesses of a window that are learned
 PLACE_FADE = 0.8  # what a guess counts of the one before it: it is asked for only where that one came true
-STATES_SHARE = 0.2  # of a state's distance from the target's, beside the divergence in nats
 ABSENT_SHARE = 0.15  # of texts of which a part comes without states
 
 
@@ -141,7 +140,9 @@ class FeatureLesson:
         return draft
 
     def loss(self, draft: Network, rows: Rows, said: Said, seed: int) -> Tensor:
-        """Divergence from the target's probabilities and distance from its states, over the places of a window."""
+        """Divergence from the target's probabilities, over the places of a window; what its own states look like is the
+        draft's business.
+        """
         assert isinstance(draft, FeatureNetwork)
         share, least = shares(said.wanted)
         total, weights = said.x.new_zeros((), dtype=torch.float32), 0.0
@@ -153,8 +154,6 @@ class FeatureLesson:
                 logits = F.linear(draft.norm(made[where], NORM), draft.tensors[HEAD]).float()
                 of = where[rows.learned]
                 loss = distillation_loss(logits, share[of], least[of])
-                if STATES_SHARE:
-                    loss = loss + STATES_SHARE * F.smooth_l1_loss(_unit(made[where]), _unit(said.states[-1][where]))
                 total, weights = total + PLACE_FADE**place * loss, weights + PLACE_FADE**place
         return total / weights
 
@@ -190,8 +189,3 @@ def absent_places(rows: Rows, seed: int) -> Tensor:
     ends = torch.randint(0, length + 1, (batch, 2), generator=chance).sort(dim=1).values
     at = torch.arange(length)[None]
     return (lacks & (at >= ends[:, :1]) & (at < ends[:, 1:])).to(rows.token_ids.device)
-
-
-def _unit(states: Tensor) -> Tensor:
-    """States of mean square 1: what a norm makes of them is learned from, not how long they are."""
-    return F.rms_norm(states.float(), states.shape[-1:])
