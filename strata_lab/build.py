@@ -231,7 +231,9 @@ class Builder(Resolver):
             ops = seeing(ops, resolved.kv_sinks, resolved.kv_window)
         reading = ReadPages(resolved.sparse_pages) if resolved.sparse_pages else READ_ALL
         model = CausalLM(self.model_config, weights, ops, self.rotary, fused=resolved.fused_kernels, reading=reading)
-        return self.step_class(model, kv, self.dtype)
+        step = self.step_class(model, kv, self.dtype)
+        step.seen = self._layers_seen(resolved)
+        return step
 
     def _runner(self, resolved: Optimizations, weights: ModelWeights, kv: KVCache) -> Any:
         """The runner of a setting; kept, so that toggling back and forth captures nothing twice."""
@@ -256,7 +258,8 @@ class Builder(Resolver):
     def _step_key(self, resolved: Optimizations) -> tuple[Any, ...]:
         """What tells steps over the same weights and pool apart; the swapped operators last."""
         r, kept = resolved, self.retention(resolved).setting
-        return r.cuda_graph, r.fused_kernels, r.batch_invariant, kept, self.step_class, self._own_ops()
+        seen = self._layers_seen(r)
+        return r.cuda_graph, r.fused_kernels, r.batch_invariant, kept, seen, self.step_class, self._own_ops()
 
     def _plain(self, step: Any) -> Runner:
         return Runner(step, Sampler(), self.config.block_size, self.device)

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from strata_lab.runner import StepInputs
+from strata_lab.runner import States, StepInputs
 
 T = TypeVar("T")
 # Held by whoever captures: threads build, decode and read prompts at the same time, and a capture begins with a wait
@@ -103,13 +103,13 @@ class Capture:
         replay: runs them again.
         inputs: what a step is copied into.
         logits: of all rows, [T, V] float32.
-        states: hidden states of all rows before the final norm, [T, hidden].
+        states: hidden states of all rows.
     """
 
     replay: Callable[[], None]
     inputs: StepInputs
     logits: Tensor
-    states: Tensor
+    states: States
 
 
 def latest(captures: OrderedDict[Any, T], key: Any, capture: Callable[..., T], most: int) -> T:

@@ -27,7 +27,7 @@ from strata_lab.layers.weights import MlpWeights, MoeWeights
 from strata_lab.model_config import ModelConfig
 from strata_lab.models.base import CausalLM
 from strata_lab.op_swap import SwapsOps
-from strata_lab.runner import EagerStep, StepInputs
+from strata_lab.runner import EagerStep, States, StepInputs
 from strata_lab.settings import ConfigError
 
 
@@ -116,7 +116,7 @@ class CountingStep(EagerStep):
 
         model.mlp = mlp
 
-    def hidden(self, inputs: StepInputs) -> Tensor:
+    def hidden(self, inputs: StepInputs) -> States:
         """See `EagerStep`."""
         self._tally.slots = inputs.slot_mapping
         return super().hidden(inputs)

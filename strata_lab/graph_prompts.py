@@ -12,10 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from strata_lab.capture import Recorder, captured_width, fill, idle_rows, latest
-from strata_lab.runner import EagerStep, StepInputs
+from strata_lab.runner import EagerStep, States, StepInputs
 
 # Tokens of a step. The operators choose their kernels at 16 and 128 rows, so no size lies on both sides of these. Few
 # sizes, since each stops the engine for a tenth of a second when it is captured; up to 128 rows it is the weights that
@@ -33,7 +31,7 @@ class _Shape:
     inputs: StepInputs
     met: bool = False
     replay: Callable[[], None] | None = None
-    states: Tensor | None = None
+    states: States = ()
 
 
 class CapturedPrompts:
@@ -50,8 +48,8 @@ class CapturedPrompts:
         self._shapes: OrderedDict[tuple[int, int, int], _Shape] = OrderedDict()
         self._refused = False
 
-    def hidden(self, inputs: StepInputs) -> Tensor:
-        """[T, hidden], as `EagerStep.hidden`; valid until the next step."""
+    def hidden(self, inputs: StepInputs) -> States:
+        """As `EagerStep.hidden`; valid until the next step."""
         key = self._key(inputs)
         if key is None:
             return self.eager.hidden(inputs)
@@ -60,7 +58,7 @@ class CapturedPrompts:
         if not shape.met:  # padded as a replay is, so that kernels are compiled for these sizes only
             shape.met = True
             _fill(shape.inputs, inputs)
-            return self.eager.hidden(shape.inputs)[:num_tokens]
+            return _first(num_tokens, self.eager.hidden(shape.inputs))
         try:
             replay, states = self._captured(shape)
         except RuntimeError as error:  # memory is short, or an operator put in place cannot be captured
@@ -70,7 +68,7 @@ class CapturedPrompts:
             return self.eager.hidden(inputs)
         _fill(shape.inputs, inputs)
         replay()
-        return states[:num_tokens]
+        return _first(num_tokens, states)
 
     def _key(self, inputs: StepInputs) -> tuple[int, int, int] | None:
         """Tokens, requests and table width of the capture for a step; None where there is none."""
@@ -84,13 +82,17 @@ class CapturedPrompts:
     def _empty(self, num_tokens: int, num_seqs: int, width: int) -> _Shape:
         return _Shape(idle_rows(num_tokens, num_seqs, width, self.eager.model.rotary[0].device))
 
-    def _captured(self, shape: _Shape) -> tuple[Callable[[], None], Tensor]:
+    def _captured(self, shape: _Shape) -> tuple[Callable[[], None], States]:
         """What replays steps of a shape, and where their states are."""
-        if shape.replay is None or shape.states is None:
+        if shape.replay is None:
             device, inputs = self.eager.model.rotary[0].device, shape.inputs
             inputs.slot_mapping.fill_(-1)  # a capture runs its work: nothing is written, and no expert counted
-            shape.replay, (shape.states,) = self.recorder.record(lambda: (self.eager.hidden(inputs),), device)
+            shape.replay, shape.states = self.recorder.record(lambda: self.eager.hidden(inputs), device)
         return shape.replay, shape.states
+
+
+def _first(num_tokens: int, states: States) -> States:
+    return tuple(rows[:num_tokens] for rows in states)
 
 
 def _fill(static: StepInputs, inputs: StepInputs) -> None:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from strata_lab.capture import CAPTURING, MIN_TABLE_WIDTH, Capture, Recorder, Taken, captured_width, fill, free_bytes
 from strata_lab.graph_prompts import CapturedPrompts
 from strata_lab.graph_windows import CapturedRows, CapturedWindows
-from strata_lab.runner import EagerStep, StepInputs
+from strata_lab.runner import EagerStep, States, StepInputs
 
 # Batch sizes captured on a GPU. Small ones as they are: in a mixture of experts a row that only pads costs its experts.
 GRAPH_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 24, 32, 48, 64, 96, 128)
@@ -51,7 +51,7 @@ class CapturedStep:
         return self.recorder.capture_bytes
 
     @property
-    def states(self) -> Tensor | None:
+    def states(self) -> States:
         """`Step.states`."""
         return self.eager.states
 
@@ -69,7 +69,7 @@ class CapturedStep:
             return self.windows(inputs)
         if inputs.max_q_len > 1 and self.prompts is not None:
             self.eager.states = states = self.prompts.hidden(inputs)
-            return self.eager.model.logits(states[inputs.sample_rows])
+            return self.eager.model.logits(states[-1][inputs.sample_rows])
         if inputs.max_q_len > 1 or not bucket:
             return self.eager(inputs)
         key = bucket, captured_width(width)
@@ -196,7 +196,7 @@ class CompiledStep:
     measure that (docs/decisions/0007-cpu-capture-is-replay.md).
     """
 
-    states = None
+    states: States = ()
 
     def __init__(self, eager: EagerStep) -> None:
         import platformdirs  # here, so that a GPU machine needs only torch

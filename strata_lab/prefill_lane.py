@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from strata_lab.batch import ScheduledBatch
-from strata_lab.runner import Runner, Step, StepInputs, StepResult
+from strata_lab.runner import Runner, States, Step, StepInputs, StepResult
 
 SM_SHARE = 0.5  # of the multiprocessors for prompts
 SM_UNIT = 8  # multiprocessors that a green context takes or leaves together (compute capability 9.0)
@@ -72,7 +72,7 @@ class Finished:
         return getattr(self.step, "capture_bytes", 0)
 
     @property
-    def states(self) -> Tensor | None:
+    def states(self) -> States:
         """`Step.states`."""
         return self.step.states
 

@@ -21,7 +21,7 @@ from strata_lab.models.loader import open_model
 from strata_lab.models.shipped import draft_for
 from strata_lab.quant import engine_granularity
 from strata_lab.settings import ConfigError
-from strata_lab.speculative.forecast import draft_memory
+from strata_lab.speculative.forecast import draft_memory, layers_seen
 from strata_lab.telemetry import hardware
 from strata_lab.telemetry.ceilings import Ceilings, ceilings
 from strata_lab.telemetry.roofline import forecast
@@ -69,6 +69,7 @@ class Resolver:
         self.ceilings = self._ceilings()
         self.rotary = rotary_table(self.model_config, self.model_config.max_position, self.device)
         self.draft_model = config.draft_model or draft_for(config.model)
+        self._seen: tuple[int, ...] | None = None  # what the draft model sees, once that is known
         self._planned_blocks: dict[Any, int] = {}  # what the latest `resolve` promised
 
     def record(self, feature: str, reason: str) -> None:
@@ -244,6 +245,14 @@ class Resolver:
             self.draft_model, self.device, max_num_seqs=resolved.max_num_seqs, max_model_len=length,
             block_size=self.config.block_size,
         ).total_bytes  # fmt: skip
+
+    def _layers_seen(self, resolved: Optimizations) -> tuple[int, ...]:
+        """Behind which layers states are kept, beside the last ones: where the draft model asks for them."""
+        if resolved.speculative != "draft" or self.draft_model is None:
+            return ()
+        if self._seen is None:
+            self._seen = layers_seen(self.draft_model, self.device)
+        return self._seen
 
     def weight_nbytes(self, weight_format: str) -> int:
         """Forecast of all weights in a format, as this engine would make them."""

@@ -152,14 +152,17 @@ class StepInputs:
         )
 
 
+States = tuple[Tensor, ...]
+"""Hidden states of a step's rows, [T, hidden] or longer each: behind layers that somebody asked for, and last of all
+before the final norm."""
+
+
 class Step(Protocol):
     """Computes logits of a step."""
 
     @property
-    def states(self) -> Tensor | None:
-        """Hidden states of the last step's rows before the final norm, [T, hidden] or longer, valid until the next one;
-        None where they are not kept.
-        """
+    def states(self) -> States:
+        """Of the last step, valid until the next one; none where they are not kept."""
         ...
 
     def __call__(self, inputs: StepInputs) -> Tensor:
@@ -168,9 +171,14 @@ class Step(Protocol):
 
 
 class EagerStep:
-    """Every operator launched from Python, one after the other."""
+    """Every operator launched from Python, one after the other.
 
-    states: Tensor | None = None
+    Attributes:
+        seen: behind how many layers states are kept, beside the last ones.
+    """
+
+    states: States = ()
+    seen: tuple[int, ...] = ()
 
     def __init__(self, model: CausalLM, kv: KVCache, dtype: torch.dtype) -> None:
         self.model, self.kv, self.dtype = model, kv, dtype
@@ -178,23 +186,23 @@ class EagerStep:
     def __call__(self, inputs: StepInputs) -> Tensor:
         """[S, V] float32."""
         self.states = self.hidden(inputs)
-        return self.model.logits(self.states[inputs.sample_rows])
+        return self.model.logits(self.states[-1][inputs.sample_rows])
 
     def every_row(self, inputs: StepInputs) -> Tensor:
         """Logits of all T rows, [T, V] float32: what a capture records, whose rows cannot be chosen afterwards."""
         return self.rows(inputs)[0]
 
-    def rows(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+    def rows(self, inputs: StepInputs) -> tuple[Tensor, States]:
         """Logits of all T rows, and their states."""
         states = self.hidden(inputs)
-        return self.model.logits(states), states
+        return self.model.logits(states[-1]), states
 
-    def hidden(self, inputs: StepInputs) -> Tensor:
-        """Hidden states before the final norm, [T, hidden]."""
+    def hidden(self, inputs: StepInputs) -> States:
+        """Of all T rows."""
         x = self.model.embed(inputs.input_ids, self.dtype)
         return self.through(x if inputs.embedded is None else inputs.embedded.put(x), inputs)
 
-    def through(self, x: Tensor, inputs: StepInputs) -> Tensor:
+    def through(self, x: Tensor, inputs: StepInputs) -> States:
         """Rows [T, hidden] through all layers."""
         model, ops = self.model, self.model.ops
         cos, sin = (ops.take_rows(table, inputs.positions) for table in model.rotary)
@@ -202,9 +210,12 @@ class EagerStep:
             cos, sin, inputs.slot_mapping, inputs.block_tables, inputs.seq_lens, inputs.cu_seqlens_q, inputs.max_q_len,
             inputs.apart, inputs.prompt_lens, inputs.together,
         )  # fmt: skip
+        kept = []
         for index, weights in enumerate(model.weights.layers):
+            if index in self.seen:
+                kept.append(x)
             x = model.layer(x, weights, step, self.kv.layer(index))
-        return x
+        return *kept, x
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +223,7 @@ class StepResult:
     """Tokens of a step and where the time went, host clock, milliseconds.
 
     `prompt_logprobs`: what it found out about prompts, where that was asked for (`prompt_rows.py`). `states`: hidden
-    states of the batch's rows, as `Step.states`; None where nobody kept them. `queued`: the device had the step before
+    states of the batch's rows, as `Step.states`; none where nobody kept them. `queued`: the device had the step before
     the host asked for it. Then `forward_ms` is its part of the device's time, and how long the host waited tells
     nothing: of two steps that arrive together it waits for both and then for none.
     """
@@ -221,7 +232,7 @@ class StepResult:
     forward_ms: float
     sample_ms: float
     prompt_logprobs: Sequence[tuple[Request, list[TokenLogprobs]]] = ()
-    states: Tensor | None = None
+    states: States = ()
     queued: bool = False
 
 
@@ -266,7 +277,7 @@ class Runner:
         middle = time.perf_counter()
         tokens = sample_items(self.sampler, logits, [item for item in batch.items if item.samples])
         end = time.perf_counter()
-        states = None if found else self.step.states  # with prompt rows computed apart, the rest are other rows
+        states = () if found else self.step.states  # with prompt rows computed apart, the rest are other rows
         return StepResult(tokens, (middle - start) * 1e3, (end - middle) * 1e3, found, states)
 
     def _every_row(self, item: ScheduledRequest) -> Tensor:

@@ -92,7 +92,7 @@ def test_few_rows_of_logits_are_held_at_a_time(checkpoint, expected, monkeypatch
             rows.append(inputs.sample_rows.shape[0])
             return step(inputs)
 
-        monkeypatch.setattr(watched, "states", None, raising=False)
+        monkeypatch.setattr(watched, "states", (), raising=False)
         monkeypatch.setattr(engine._loop.parts.runner, "step", watched)
         output = engine.generate([PROMPT], params())[0]
         check(output.prompt_logprobs[1:], expected, 1)

@@ -1,7 +1,8 @@
 """Ten kinds of text, from what nobody can guess to what copies itself: what speculation is measured on.
 
-Twenty requests of each kind, made of the pieces in `drafted_texts.toml`. They differ in how much of the answer stands
-in the prompt or is said twice, which is all that a look-up can use. Nothing is measured here.
+Twenty requests of each kind, made of the pieces in `drafted_texts.toml` and of the trainer's questions. They differ in
+how much of the answer stands in the prompt or is said twice, which is all that a look-up can use. Nothing is measured
+here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from strata_lab.intake import Prompt
 from strata_lab.sampling_params import SamplingParams
+from strata_lab.speculative.train.prompts import read_questions
 
 PIECES_FILE = Path(__file__).with_name("drafted_texts.toml")
 NUM_REQUESTS = 20
@@ -60,7 +62,7 @@ class TextKind:
 @cache
 def pieces() -> Pieces:
     """What the requests are made of."""
-    return tomllib.loads(PIECES_FILE.read_text(encoding="utf-8"))
+    return tomllib.loads(PIECES_FILE.read_text(encoding="utf-8")) | {"questions": list(read_questions())}
 
 
 def _pair(p: Pieces, many: str, few: str, number: int) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from strata_lab.request import Request, RequestOutput
 from strata_lab.sampling_params import SamplingParams
 
 # Of each request in a segment. On a CPU as few as tell a step behind a step from one behind a pause. A card fills its
-# queue of steps anew after each change of sides, and forgets what it has queued: as often as somebody's request does so.
+# queue of steps anew after each change of sides and forgets what it has queued, so there a segment is a whole answer.
 SEGMENT_TOKENS = {"cpu": 2, "cuda": 256}
 # Whether a pair counts in which something was captured. A card compiles for seconds, once; on a CPU it takes little
 # longer than the step does, and what is seldom used is captured again: that is part of the cost.

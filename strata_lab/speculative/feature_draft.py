@@ -26,9 +26,9 @@ MOST_STATES = 2048  # tokens of a request whose states wait; of a longer text th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StatedSlice(Slice):
-    """A slice with the states before its tokens, [len(token_ids), hidden]."""
+    """A slice with the target's states before its tokens, [len(token_ids), states, hidden]; None behind a guess."""
 
-    states: Tensor
+    states: Tensor | None
     request: Request
 
 
@@ -39,13 +39,13 @@ class States:
         self._stretches: list[tuple[int, Tensor]] = []
 
     def add(self, start: int, states: Tensor) -> None:
-        """States of the positions from `start` on, [T, hidden]."""
+        """States of the positions from `start` on, [T, ...]."""
         self._stretches.append((start, states))
         while len(self._stretches) > 1 and sum(len(s) for _, s in self._stretches) > MOST_STATES:
             del self._stretches[0]
 
     def put(self, rows: Tensor, start: int) -> None:
-        """Write those of the positions from `start` on into `rows` [T, hidden], where there are any."""
+        """Write those of the positions from `start` on into `rows` [T, ...], where there are any."""
         for first, states in self._stretches:
             begin, end = max(first, start), min(first + len(states), start + len(rows))
             if begin < end:
@@ -80,7 +80,7 @@ class FeatureDraft(DraftModel):
 
     def hear(self, batch: ScheduledBatch, result: StepResult) -> None:
         """Keep what a step of the target tells of its requests; guesses that did not come true are left out."""
-        if result.states is None:
+        if not result.states:
             return
         counts = iter(result.tokens.counts or ())
         first = 0
@@ -88,7 +88,8 @@ class FeatureDraft(DraftModel):
             kept = item.num_tokens - len(item.drafts)
             if item.samples and result.tokens.counts is not None:
                 kept += next(counts) - 1
-            states = result.states[first : first + kept].clone()  # the step's memory is written again
+            # a copy: the step's memory is written again
+            states = torch.stack([rows[first : first + kept] for rows in result.states], dim=1)
             self._heard.setdefault(item.request, States()).add(item.start, states)
             first += item.num_tokens
         for request in [r for r in self._heard if r.finished]:
@@ -128,10 +129,10 @@ class FeatureDraft(DraftModel):
 
     def _slice(self, request: Request, follower: Follower, token_ids: list[int], start: int, num_rows: int) -> Slice:
         plain = super()._slice(request, follower, token_ids, start, num_rows)
-        states = self.features.no_states(len(token_ids))
-        self._heard.setdefault(request, States()).put(states, start - 1)
-        if start >= request.num_tokens:  # behind a guess
-            states[0] = self.own[request]
+        states = None
+        if start < request.num_tokens:
+            states = self.features.no_states(len(token_ids), self.features.num_seen)
+            self._heard.setdefault(request, States()).put(states, start - 1)
         return _StatedSlice(
             plain.token_ids, plain.start, plain.block_table, plain.num_rows, states=states, request=request
         )
@@ -141,7 +142,12 @@ class FeatureDraft(DraftModel):
         stated = [part for part in slices if isinstance(part, _StatedSlice)]
         assert len(stated) == len(slices)
         inputs = StepInputs.gather(slices, self.blocks.block_size, self.device)
-        hidden = self.features.hidden(inputs, torch.cat([part.states for part in stated]))
+        known = [part.states for part in stated if part.states is not None]
+        if known:  # all of them: behind a guess everybody is
+            rows = torch.cat(known).transpose(0, 1).contiguous()  # [states, T, hidden]
+            hidden = self.features.hidden(inputs, rows.unbind(0))
+        else:
+            hidden = self.features.further(inputs, torch.stack([self.own[part.request] for part in stated]))
         ends = inputs.cu_seqlens_q[1:].long() - 1
         for part, state in zip(stated, hidden[ends], strict=True):
             self.own[part.request] = state

@@ -32,6 +32,16 @@ class DraftMemory:
         return self.weights_bytes + self.kv_bytes
 
 
+def layers_seen(name: str, device: torch.device | str) -> tuple[int, ...]:
+    """Behind how many of the target's layers a draft model wants states, beside the last ones."""
+    checkpoint: Any = open_model(name, 0, device)
+    try:
+        part = getattr(checkpoint, "draft", None)
+        return () if part is None else part.seen[:-1]
+    finally:
+        checkpoint.close()
+
+
 def draft_memory(
     name: str, device: torch.device | str, *, max_num_seqs: int, max_model_len: int, block_size: int
 ) -> DraftMemory:

@@ -19,16 +19,14 @@ from torch import Tensor
 from strata_lab.models.base import CausalLM
 from strata_lab.request import Request
 from strata_lab.run_ahead import decode_inputs
-from strata_lab.runner import EagerStep
+from strata_lab.runner import EagerStep, States
 from strata_lab.speculative.feature_draft import FeatureDraft
 from strata_lab.speculative.follow_rows import FollowRows, Place
 from strata_lab.speculative.window_state import WindowState
 
 Guess = Callable[[Tensor, Any, int], None]  # `DeviceSampling.greedy` or `drawn`
 Make = Callable[[], None]  # guesses of a cycle that has been opened, into its report
-Follow = Callable[
-    [Tensor], None
-]  # of a window that was sampled from these states [rows, hidden]; nothing has moved yet
+Follow = Callable[[States], None]  # of a window that was sampled from these states of rows; nothing has moved yet
 
 
 class Guesses(Protocol):
@@ -109,10 +107,10 @@ class FeatureGuesses:
             own = kept.own
             guess(self.model.logits(own), state.drafts, 0)
             for step in range(1, num_drafts):
-                own = self.step.hidden(following, own)
+                own = self.step.further(following, own)
                 guess(self.model.logits(own), state.drafts, step)
 
-        def follow(states: Tensor) -> None:
+        def follow(states: States) -> None:
             self.place(state, window, rows)
             torch.index_select(self.step.hidden(behind, states), 0, rows.kept, out=rows.own)
 

@@ -118,7 +118,8 @@ def shared_vocabulary(name: str, draft: Checkpoint, target: Checkpoint) -> Draft
                 f"draft_model={name!r} was trained for {part.target}, {draft.config.hidden_size} wide, and the model "
                 f"is {target.config.hidden_size} wide; train one with strata train-draft, or try speculative='ngram'"
             )
-        if part.kind == FEATURES and part.mark != state_mark(target.tensor(NORM)):
+        seen = state_mark(target.tensor(NORM)), target.config.num_layers
+        if part.kind == FEATURES and (part.mark, part.seen[-1]) != seen:
             raise ConfigError(
                 f"draft_model={name!r} sees the states of {part.target}, and the model is another one of the same "
                 "width; train one with strata train-draft --kind features, or try speculative='ngram'"
@@ -164,8 +165,8 @@ def model_drafter(
         return _timed(DraftModel(runner.step, *rest), plain)
     assert isinstance(runner.step, EagerStep)
     layers_format = parts.weights.layers[0].attention.qkv.format
-    step = FeatureStep(runner.step, RowWeights.read(builder.reader(layers_format)))
-    return _timed(FeatureDraft(step, *rest), lambda: step.model.logits(step.hidden(inputs, step.no_states(1))))
+    step = FeatureStep(runner.step, RowWeights.read(builder.reader(layers_format), len(part.seen)))
+    return _timed(FeatureDraft(step, *rest), lambda: step.model.logits(step.further(inputs, step.no_states(1))))
 
 
 def _timed(drafter: DraftModel, step: Callable[[], Any]) -> DraftModel:

@@ -24,6 +24,7 @@ from strata_lab.speculative.ahead import AheadDrafter, DraftAhead
 from strata_lab.speculative.cycles import Cycles
 from strata_lab.speculative.feature_draft import FeatureDraft
 from strata_lab.speculative.follow_rows import place_rows
+from strata_lab.speculative.forecast import layers_seen
 from strata_lab.speculative.guesses import FeatureGuesses, TokenGuesses
 from strata_lab.speculative.look_up import TORCH_LOOK_UPS, LookUp, LookUpGuesses, follows
 from strata_lab.speculative.make import listener
@@ -89,6 +90,7 @@ def engine(
             model.to_target, eager = kept, Narrow(eager, kept)
         to_target = model.to_target
         sampling = TorchSampling(vocab_size if to_target is None else len(to_target))
+        step.seen = layers_seen(str(folders[draft]), "cpu")
         guesses = FeatureGuesses(model, place_rows) if isinstance(model, FeatureDraft) else TokenGuesses(eager)
     captured = Cycles(ahead, guesses, sampling, to_target, TORCH_WINDOWS, cycles, most)
     runner = DraftAhead(ahead, model, captured)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from strata_lab.engine import LLMEngine
-from strata_lab.models.draft_part import FEATURES
+from strata_lab.models.draft_part import FEATURES, TOKEN_PROJ
+from strata_lab.models.errors import CheckpointError
 from strata_lab.models.loader import open_checkpoint
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.settings import ConfigError
@@ -34,7 +37,7 @@ from tests.checkpoints import VOCAB, write_checkpoint
 
 CPU = torch.device("cpu")
 RECIPE = Recipe(
-    kind=FEATURES, vocab=160, make_tokens=2000, output_tokens=24, streams=16, steps=20, batch_tokens=512, device="cpu",
+    kind=FEATURES, vocab=160, make_tokens=2000, output_tokens=24, streams=16, steps=40, batch_tokens=512, device="cpu",
     learning_rate=3e-3,
 )  # fmt: skip
 PARAMS = [
@@ -55,7 +58,7 @@ def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     recipe = dataclasses.replace(RECIPE, target=str(target))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("strata_lab.speculative.train.texts.HELD_OUT", 6)  # of few texts enough to measure with
-        patch.setattr("strata_lab.speculative.train.recipe.user_turn", lambda tokenizer: None)  # it would ask noise
+        patch.setattr("strata_lab.speculative.train.writing.user_turn", lambda tokenizer: None)  # it would ask noise
         return train_draft(recipe, tmp_path_factory.mktemp("drafts") / "tiny", progress=lambda task, fraction: None)
 
 
@@ -72,6 +75,11 @@ def always(engine: LLMEngine) -> FeatureDraft:
     return speculation.drafter
 
 
+def kept_states(engine: LLMEngine) -> int:
+    """Of a step of the target."""
+    return len(engine._loop.parts.runner.step.states)
+
+
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -81,23 +89,34 @@ def test_training_raises_acceptance_at_every_place_that_is_unrolled(trained: Tra
     assert trained.course.loss is not None
 
 
+def test_guesses_are_measured_in_answers_to_the_benchs_questions_too(trained: Trained) -> None:
+    steps, measured = zip(*trained.course.answered, strict=True)
+    assert steps == tuple(step for step, _ in trained.course.measured) and len(steps) > 2
+    assert trained.answers == measured[-1] and measured[-1].places > 100
+    facts = open_checkpoint(str(trained.folder)).draft.facts
+    assert facts["answers"][-1]["by_position"] == list(measured[-1].by_position)
+    share = f"{measured[-1].by_position[0]:.1%}"
+    assert f"guesses 1 to 5 were true in {share}" in (trained.folder / "README.md").read_text()
+
+
 def test_rows_of_a_later_place_see_what_a_guess_sees_in_use(target: Path) -> None:
     """The s-th guess of a window, computed alone: true rows up to the window, then own ones, one behind the other."""
     network = read_network(open_checkpoint(str(target)), CPU, torch.float32)
     lesson = FeatureLesson(Teacher(network, torch.arange(VOCAB)))
-    draft = lesson.first(2, [Rows.of([Text((5, 6), tuple(range(7, 60)), 0.0)], 64)])
+    draft = lesson.first(2, [Rows.of([Text((5, 6), tuple(range(7, 60)), 0.0)], [0], 64)])
+    assert isinstance(draft, FeatureNetwork) and len(lesson.seen) == 2
     ids = torch.randint(3, 300, (1, 9), generator=torch.Generator().manual_seed(2))
     x = lesson.teacher.embed(ids)
-    states = lesson.teacher.states(x)
+    states = lesson.teacher.states(x, lesson.seen)
     with torch.no_grad():
         places = list(islice(draft.places(x, states), 4))
         for begin in (2, 4):
-            given = before(states)[:, : begin + 1]
+            given = draft.of_target([before(state)[:, : begin + 1] for state in states])
             for place in range(4):  # an ordinary causal pass over the text as far as this guess knows it
-                rows = draft.rows(x[:, : begin + 1 + place], given)
+                rows = F.linear(x[:, : begin + 1 + place], draft.tensors[TOKEN_PROJ]) + given
                 own = draft.states(rows)[:, -1:]
                 torch.testing.assert_close(places[place][:, begin + place, None], own, atol=1e-5, rtol=1e-4)
-                given = torch.cat([given, own], dim=1)
+                given = torch.cat([given, draft.of_own(own)], dim=1)
 
 
 def test_a_guess_is_learned_where_its_window_began_in_the_output() -> None:
@@ -134,11 +153,13 @@ def test_texts_are_those_without_guesses(setting: str, trained: Trained, target:
     options = {"device": "cpu", "max_model_len": 128} | SETTINGS[setting]
     with LLMEngine(target, draft_model=str(trained.folder), **options) as engine:
         plain = [engine.generate([p], s)[0] for p, s in zip(prompts(), PARAMS, strict=True)]
+        assert kept_states(engine) == 1, "no more than without such a draft"
         assert engine.apply(speculative="draft", num_draft_tokens=3).ok
         drafter = always(engine)
         for _ in range(2):  # the second time prompts lie in the prefix cache, and nobody computes their states
             assert [o.token_ids for o in engine.generate(prompts(), PARAMS)] == [o.token_ids for o in plain]
         stats = engine.stats()
+        assert kept_states(engine) == 2
         assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
         if setting == "few-blocks":
             assert stats.num_preemptions > 0
@@ -168,6 +189,18 @@ def test_a_draft_for_another_target_of_the_same_width_is_refused(trained: Traine
     other, _ = write_checkpoint(tmp_path / "other", "llama", seed=7)
     with pytest.raises(ConfigError, match="sees the states"):
         LLMEngine(other, device="cpu", draft_model=str(trained.folder), speculative="draft")
+
+
+def test_a_draft_that_does_not_say_what_it_sees_is_damaged(trained: Trained, tmp_path: Path) -> None:
+    for name in trained.folder.iterdir():
+        (tmp_path / name.name).write_bytes(name.read_bytes())
+    manifest = json.loads((trained.folder / "manifest.json").read_text())
+    assert manifest["draft"]["seen"] == [1, 2]
+    for wrong in ([], [2, 1], [0, 2], None):
+        manifest["draft"]["seen"] = wrong
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(CheckpointError, match="train the draft again"):
+            open_checkpoint(str(tmp_path))
 
 
 def test_states_are_found_again_and_old_ones_are_let_go() -> None:

@@ -14,8 +14,9 @@ import time
 from pathlib import Path
 
 from strata_lab.settings import attribute_docs
-from strata_lab.speculative.train.recipe import train_draft, write_texts
+from strata_lab.speculative.train.recipe import train_draft
 from strata_lab.speculative.train.settings import Recipe
+from strata_lab.speculative.train.writing import write_texts
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -71,6 +72,7 @@ def main(arguments: list[str]) -> int:
         "bytes": done.nbytes,
         "before": done.before.as_dict(),
         "after": done.after.as_dict(),
+        "answers": None if done.answers is None else done.answers.as_dict(),
     }
     sys.stdout.write(json.dumps(facts) + "\n")
     return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ GRANULARITY = {"int8": "channel"}  # a scale per row: what the GPU's kernels mul
 
 def write_draft(
     folder: Path, draft: Network, to_target: Tensor, target: Checkpoint, weights: str, kind: str,
-    facts: Mapping[str, Any],
+    facts: Mapping[str, Any], seen: Sequence[int] = (),
 ) -> int:  # fmt: skip
     """Write the folder, whole or not at all; bytes of its tensors.
 
@@ -44,6 +44,7 @@ def write_draft(
         weights: number format of its matrices.
         kind: what it sees.
         facts: for the card; see `card`.
+        seen: behind which of the target's layers lie the states that it sees.
     """
     part = folder.parent / f".{folder.name}.part"
     shutil.rmtree(part, ignore_errors=True)
@@ -60,6 +61,7 @@ def write_draft(
         "draft": {
             "target": target.name, "vocab_size": target.config.vocab_size, "to_target": to_target.tolist(),
             "kind": kind, "mark": state_mark(target.tensor(NORM)) if kind == FEATURES else 0,
+            "seen": list(seen) if kind == FEATURES else [],
             "probe": None if tokenizer is None else tokenizer.encode(PROBE), "facts": dict(facts),
         },
     }  # fmt: skip
@@ -88,16 +90,17 @@ def card(target: str, draft: Network, kind: str, facts: Mapping[str, Any]) -> st
     """The data card of a draft of this kind.
 
     `facts`: recipe ("recipe"), what was read ("texts", "tokens", "greedy", "coverage"), what training did ("steps",
-    "places", "seconds", "loss", "hardware") and acceptance ("before", "after").
+    "places", "seconds", "loss", "hardware") and acceptance ("before", "after", and "answers" with "answers_coverage"
+    where the bench's questions were asked).
     """
-    seen = "embedding and its hidden states" if kind == FEATURES else "embedding"
+    reads = "embedding and its hidden states" if kind == FEATURES else "embedding"
     c, after, before = draft.config, facts["after"], facts["before"]
     rows = zip(range(1, 99), before["by_position"], after["by_position"], after["tokens_per_step"], strict=False)
     recipe = "\n".join(f"- {name}: {value}" for name, value in facts["recipe"].items())
     return (
         f"""# A draft for {target}
 
-Guesses what {target} says next, for `speculative="draft"`. It is no model of its own: it reads the target's {seen}
+Guesses what {target} says next, for `speculative="draft"`. It is no model of its own: it reads the target's {reads}
 and knows {c.vocab_size:,} of its tokens. Texts are the target's, whatever it guesses.
 
 - Shape: {c.num_layers} layers of width {c.hidden_size} ({c.architecture}), a head over {c.vocab_size:,} tokens.
@@ -117,6 +120,7 @@ ones; "tokens per step" is of windows of so many guesses, the target's own token
 |---:|---:|---:|---:|
 """
         + "\n".join(f"| {n} | {a:.1%} | {b:.1%} | {t:.2f} |" for n, a, b, t in rows)
+        + _answers(facts)
         + f"""
 
 ## Recipe
@@ -124,3 +128,18 @@ ones; "tokens per step" is of windows of so many guesses, the target's own token
 {recipe}
 """
     )
+
+
+def _answers(facts: Mapping[str, Any]) -> str:
+    """Acceptance in what the bench asks, as it came to be."""
+    measured = facts.get("answers") or []
+    if not measured:
+        return ""
+    last, covered = measured[-1], facts["answers_coverage"]
+    true = ", ".join(f"{share:.1%}" for share in last["by_position"][:5])
+    tokens = ", ".join(f"{count:.2f}" for count in last["tokens_per_step"][:5])
+    return f"""
+
+In greedy answers to the questions that `strata_lab.bench.speculation` asks ({last["places"]:,} places, of whose tokens
+the vocabulary covers {covered:.2%}) guesses 1 to 5 were true in {true}, and tokens per step {tokens}.
+"""

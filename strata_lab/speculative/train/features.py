@@ -1,7 +1,7 @@
 """What a feature draft learns: to go on from the target's states, and behind the first guess from its own.
 
-Such a draft's row at position p reads the token there and the target's state at p - 1, from which the token was chosen;
-it answers with a state in the manner of the target's at p. In use the second guess of a window has no state of the
+Such a draft's row at position p reads the token there and the target's states at p - 1, from the last of which the
+token was chosen; it answers with a state of its own at p. In use the second guess of a window has no state of the
 target to go on from, so the draft's own stands in; a guess sees the target's states up to the window and own ones in
 it. It is trained just so: the batch goes through the draft once for each place of a window (`UNROLLED`), and rows of a
 later place see those of the first up to where their window began, and one row of each place between
@@ -12,42 +12,53 @@ in training too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strata_lab.models.draft_part import FEATURES, STATE_NORM, STATE_PROJ, TOKEN_PROJ
-from strata_lab.speculative.train.lessons import by_text, distillation_loss, guessed, places
+from strata_lab.models.draft_part import FEATURES, SEEN_NORM, SEEN_PROJ, STATE_NORM, STATE_PROJ, TOKEN_PROJ
+from strata_lab.speculative.train.lessons import by_text, distillation_loss, guessed, places, shares
 from strata_lab.speculative.train.measure import MOST_GUESSES
 from strata_lab.speculative.train.network import HEAD, NORM, Network, Teacher, first_draft, learnable, least_squares
 from strata_lab.speculative.train.texts import Rows
+from strata_lab.speculative.train.told import Said
 
+SEEN = (1 / 3, 2 / 3, 1.0)  # of the layers lie below each of the states that are seen
 UNROLLED = 3  # guesses of a window that are learned
 PLACE_FADE = 0.8  # what a guess counts of the one before it: it is asked for only where that one came true
-STATES_SHARE = 0.2  # of a state's distance from the target's, beside the divergence in nats
 ABSENT_SHARE = 0.15  # of texts of which a part comes without states
 
 
 class FeatureNetwork(Network):
-    """A draft whose rows are made of tokens and states."""
+    """A draft whose rows are made of tokens and states: the target's, or in a window its own."""
 
-    def rows(self, x: Tensor, states: Tensor) -> Tensor:
-        """Embedded tokens and the states before them, [B, T, hidden] each -> what the layers get, [B, T, hidden]."""
-        seen = F.linear(self.norm(states, STATE_NORM), self.tensors[STATE_PROJ])
-        return F.linear(x, self.tensors[TOKEN_PROJ]) + seen
+    def of_target(self, states: Sequence[Tensor]) -> Tensor:
+        """What rows get of the target's states before them, [B, T, hidden] each -> [B, T, hidden]."""
+        parts = (
+            F.linear(self.norm(state, SEEN_NORM.format(index)), self.tensors[SEEN_PROJ.format(index)])
+            for index, state in enumerate(states)
+        )
+        return reduce(torch.add, parts)
 
-    def places(self, x: Tensor, states: Tensor) -> Iterator[Tensor]:
+    def of_own(self, states: Tensor) -> Tensor:
+        """What rows get of the draft's own states before them, [B, T, hidden]."""
+        return F.linear(self.norm(states, STATE_NORM), self.tensors[STATE_PROJ])
+
+    def places(self, x: Tensor, states: Sequence[Tensor]) -> Iterator[Tensor]:
         """The draft's states at each place of a window in turn, before its final norm, [B, T, hidden].
 
         Args:
             x: embedded tokens of texts, [B, T, hidden].
-            states: the target's at the same positions.
+            states: the target's at the same positions, behind each of the layers that the draft sees.
         """
-        attend = WindowAttention()
+        attend, tokens = WindowAttention(), F.linear(x, self.tensors[TOKEN_PROJ])
+        seen = self.of_target([before(state) for state in states])
         while True:
-            states = self.states(self.rows(x, before(states)), attend=attend)
-            yield states
+            made = self.states(tokens + seen, attend=attend)
+            yield made
+            seen = self.of_own(before(made))
 
 
 class WindowAttention:
@@ -101,59 +112,65 @@ class FeatureLesson:
     kind = FEATURES
 
     def __init__(self, teacher: Teacher) -> None:
-        self.teacher = teacher
+        self.teacher, self.seen = teacher, seen_of(teacher.network.config.num_layers)
 
     @torch.no_grad()
     def first(self, num_layers: int, batches: Iterable[Rows]) -> Network:
-        """The target's last layers, on rows that come as near as a linear map can to what these layers get there."""
+        """The target's last layers, on rows that come as near as a linear map can to what these layers get there.
+
+        They are made of tokens and of the last states; what others tell is learned from nothing.
+        """
         teacher, target = self.teacher, self.teacher.network
-        all_layers = range(target.config.num_layers)
-        below, above = all_layers[:-num_layers], all_layers[-num_layers:]
-        dense = first_draft(target, num_layers, teacher.to_target, below.stop)
-        norm = learnable(target.tensors[NORM])
-        draft = FeatureNetwork(dense.config, dense.tensors | {STATE_NORM: norm})
+        below, width = target.config.num_layers - num_layers, target.config.hidden_size
+        dense = first_draft(target, num_layers, teacher.to_target, below)
+        names = [STATE_NORM, *(SEEN_NORM.format(index) for index in range(len(self.seen)))]
+        draft = FeatureNetwork(dense.config, dense.tensors | {n: learnable(target.tensors[NORM]) for n in names})
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
             for rows in batches:
                 x = teacher.embed(rows.token_ids)
-                wanted = target.states(x, below)
-                states = before(target.states(wanted, above)).float()
-                given = torch.cat([x.float(), draft.norm(states, STATE_NORM)], dim=-1)
+                wanted, last = (x, *teacher.states(x, [n for n in (below, self.seen[-1]) if n]))[-2:]
+                given = torch.cat([x.float(), draft.norm(before(last).float(), STATE_NORM)], dim=-1)
                 yield given[rows.learned], wanted[rows.learned]
 
-        width = target.config.hidden_size
-        made = least_squares(pairs()).T.float()
-        draft.tensors |= {TOKEN_PROJ: learnable(made[:, :width]), STATE_PROJ: learnable(made[:, width:])}
+        token, last = least_squares(pairs()).float().split(width)
+        draft.tensors |= {TOKEN_PROJ: learnable(token.T), STATE_PROJ: learnable(last.T)}
+        parts = [torch.zeros_like(last)] * (len(self.seen) - 1) + [last]
+        draft.tensors |= {SEEN_PROJ.format(index): learnable(part.T) for index, part in enumerate(parts)}
         return draft
 
-    def loss(self, draft: Network, rows: Rows, seed: int) -> tuple[Tensor, int]:
-        """Divergence from the target's probabilities and distance from its states, over the places of a window."""
+    def loss(self, draft: Network, rows: Rows, said: Said, seed: int) -> Tensor:
+        """Divergence from the target's probabilities, over the places of a window; what its own states look like is the
+        draft's business.
+        """
         assert isinstance(draft, FeatureNetwork)
-        teacher = self.teacher
-        x = teacher.embed(rows.token_ids)
-        states = teacher.states(x)
-        probabilities = teacher.log_probabilities(states[rows.learned])
-        total, weights = x.new_zeros((), dtype=torch.float32), 0.0
-        given = draft.places(x.float(), without_some(states.float(), seed))
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=x.device.type == "cuda"):
+        share, least = shares(said.wanted)
+        total, weights = said.x.new_zeros((), dtype=torch.float32), 0.0
+        absent = absent_places(rows, seed)[..., None]
+        with torch.autocast(said.x.device.type, torch.bfloat16, enabled=said.x.device.type == "cuda"):
+            given = draft.places(said.x.float(), [state.float().masked_fill(absent, 0.0) for state in said.states])
             for place in range(UNROLLED):
                 made, where = next(given), behind(rows.learned, place)
-                logits = F.linear(draft.norm(made[where], NORM), draft.tensors[HEAD])
-                loss = distillation_loss(logits.float(), probabilities[where[rows.learned]])
-                loss = loss + STATES_SHARE * F.smooth_l1_loss(_unit(made[where]), _unit(states[where]))
+                logits = F.linear(draft.norm(made[where], NORM), draft.tensors[HEAD]).float()
+                of = where[rows.learned]
+                loss = distillation_loss(logits, share[of], least[of])
                 total, weights = total + PLACE_FADE**place * loss, weights + PLACE_FADE**place
-        return total / weights, probabilities.shape[0]
+        return total / weights
 
-    def runs(self, draft: Network, rows: Rows, best: Tensor) -> list[list[int]]:
+    def runs(self, draft: Network, rows: Rows, said: Said, best: Tensor) -> list[list[int]]:
         """Guesses of every place of a window, each behind own states."""
         assert isinstance(draft, FeatureNetwork)
-        x = self.teacher.embed(rows.token_ids)
-        given = draft.places(x, self.teacher.states(x))
+        given = draft.places(said.x, said.states)
         hits = []
         for _ in range(MOST_GUESSES):
             right = guessed(self.teacher, draft, next(given)[rows.learned]) == best
             hits.append(by_text(places(rows.learned, right), rows))
         return [window_runs(text) for text in zip(*hits, strict=True)]
+
+
+def seen_of(num_layers: int) -> tuple[int, ...]:
+    """Behind how many of a target's layers its states are seen."""
+    return tuple(sorted({max(1, round(num_layers * part)) for part in SEEN}))
 
 
 def window_runs(hits: Sequence[Sequence[bool]]) -> list[int]:
@@ -164,17 +181,11 @@ def window_runs(hits: Sequence[Sequence[bool]]) -> list[int]:
     ]
 
 
-def without_some(states: Tensor, seed: int) -> Tensor:
-    """States [B, T, hidden] of which some texts lack a stretch, which is zeros: what the engine has not computed."""
+def absent_places(rows: Rows, seed: int) -> Tensor:
+    """[B, T] bools: of some texts a stretch, whose states the engine has not computed."""
     chance = torch.Generator().manual_seed(seed)
-    batch, length = states.shape[:2]
+    batch, length = rows.token_ids.shape
     lacks = torch.rand(batch, 1, generator=chance) < ABSENT_SHARE
     ends = torch.randint(0, length + 1, (batch, 2), generator=chance).sort(dim=1).values
     at = torch.arange(length)[None]
-    absent = lacks & (at >= ends[:, :1]) & (at < ends[:, 1:])
-    return states.masked_fill(absent[..., None].to(states.device), 0.0)
-
-
-def _unit(states: Tensor) -> Tensor:
-    """States of mean square 1: what a norm makes of them is learned from, not how long they are."""
-    return F.rms_norm(states.float(), states.shape[-1:])
+    return (lacks & (at >= ends[:, :1]) & (at < ends[:, 1:])).to(rows.token_ids.device)

@@ -12,6 +12,7 @@ from torch import Tensor
 from strata_lab.models.draft_part import TOKENS
 from strata_lab.speculative.train.network import NORM, Network, Teacher, first_draft
 from strata_lab.speculative.train.texts import Rows
+from strata_lab.speculative.train.told import Said
 
 BEST_SHARE = 0.25  # of what is learned: the target's most likely token, beside its whole distribution
 
@@ -22,20 +23,23 @@ class Lesson(Protocol):
     Attributes:
         kind: of the draft, as its folder says.
         teacher: the target.
+        seen: behind how many of the target's layers lie the states that the draft sees, ascending, the last one behind
+            all of them.
     """
 
     kind: str
     teacher: Teacher
+    seen: tuple[int, ...]
 
     def first(self, num_layers: int, batches: Iterable[Rows]) -> Network:
         """An untrained draft, which begins as parts of the target fitted to some batches."""
         ...
 
-    def loss(self, draft: Network, rows: Rows, seed: int) -> tuple[Tensor, int]:
-        """What there is to learn from a batch, nats per place, and from how many places; `seed` of what is random."""
+    def loss(self, draft: Network, rows: Rows, said: Said, seed: int) -> Tensor:
+        """What there is to learn from a batch, nats per place; `seed` of what is random."""
         ...
 
-    def runs(self, draft: Network, rows: Rows, best: Tensor) -> list[list[int]]:
+    def runs(self, draft: Network, rows: Rows, said: Said, best: Tensor) -> list[list[int]]:
         """For each text how many guesses in a row are `best` [N] from each of its learned places on.
 
         The draft's tensors are of the target's dtype.
@@ -50,6 +54,7 @@ class TokenLesson:
 
     def __init__(self, teacher: Teacher) -> None:
         self.teacher = teacher
+        self.seen: tuple[int, ...] = (teacher.network.config.num_layers,)
 
     @torch.no_grad()
     def first(self, num_layers: int, batches: Iterable[Rows]) -> Network:
@@ -63,17 +68,15 @@ class TokenLesson:
         teacher.fit_head(draft, pairs)
         return draft
 
-    def loss(self, draft: Network, rows: Rows, seed: int) -> tuple[Tensor, int]:
+    def loss(self, draft: Network, rows: Rows, said: Said, seed: int) -> Tensor:
         """Divergence from the target's probabilities."""
-        x = self.teacher.embed(rows.token_ids)
-        wanted = self.teacher.log_probabilities(self.teacher.states(x)[rows.learned])
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=x.device.type == "cuda"):
-            logits = F.linear(draft.hidden(x.float())[rows.learned], draft.head)
-        return distillation_loss(logits.float(), wanted), wanted.shape[0]
+        with torch.autocast(said.x.device.type, torch.bfloat16, enabled=said.x.device.type == "cuda"):
+            logits = F.linear(draft.hidden(said.x.float())[rows.learned], draft.head)
+        return distillation_loss(logits.float(), *shares(said.wanted))
 
-    def runs(self, draft: Network, rows: Rows, best: Tensor) -> list[list[int]]:
+    def runs(self, draft: Network, rows: Rows, said: Said, best: Tensor) -> list[list[int]]:
         """A guess behind true ones has seen the target's own text, so one guess for each place tells all windows."""
-        states = draft.states(self.teacher.embed(rows.token_ids))
+        states = draft.states(said.x)
         right = places(rows.learned, guessed(self.teacher, draft, states[rows.learned]) == best)
         return [runs_in(row) for row in by_text(right, rows)]
 
@@ -103,16 +106,21 @@ def runs_in(hits: list[bool]) -> list[int]:
     return runs[::-1]
 
 
-def distillation_loss(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Divergence of the draft from what it is to say, nats, mean over places; 0 at best.
+def shares(wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """What a draft is to say: a share of each of its tokens [N, Vd], and the least that a loss can be there, [N] nats.
 
     Args:
-        logits: of the draft, [N, Vd] float32.
         wanted: log probabilities of the target for these tokens, [N, Vd]; what it gives to others is missing, so places
             where it wants to say something else count less.
     """
-    probabilities = wanted.exp()
-    best = torch.zeros_like(wanted).scatter_(1, wanted.argmax(dim=1, keepdim=True), 1.0)
-    weight = (1 - BEST_SHARE) * probabilities + BEST_SHARE * best * probabilities.sum(dim=1, keepdim=True)
-    entropy = torch.special.entr(weight).sum(dim=1) - torch.special.entr(weight.sum(dim=1))
-    return (-(weight * F.log_softmax(logits, dim=1)).sum(dim=1) - entropy).mean()
+    share = wanted.exp()
+    known, best = share.sum(dim=1), wanted.argmax(dim=1, keepdim=True)
+    share = (share * (1 - BEST_SHARE)).scatter_add_(1, best, BEST_SHARE * known[:, None])
+    return share, torch.special.entr(share).sum(dim=1) - torch.special.entr(known)
+
+
+def distillation_loss(logits: Tensor, share: Tensor, least: Tensor) -> Tensor:
+    """Divergence of the draft's logits [N, Vd] float32 from what it is to say (`shares`), nats, mean over places; 0 at
+    best.
+    """
+    return (share.sum(dim=1) * logits.logsumexp(dim=1) - (share * logits).sum(dim=1) - least).mean()

@@ -16,10 +16,11 @@ import torch
 from strata_lab.speculative.traffic import Text
 from strata_lab.speculative.train.lessons import Lesson
 from strata_lab.speculative.train.network import Network
-from strata_lab.speculative.train.texts import Rows
+from strata_lab.speculative.train.texts import Rows, in_groups
+from strata_lab.speculative.train.told import Told
 
 MOST_GUESSES = 8  # of a window
-TEXTS_AT_ONCE = 16
+TOKENS_AT_ONCE = 8192  # places
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,10 @@ class HeldOut:
     """
 
     def __init__(self, lesson: Lesson, texts: Sequence[Text], most_tokens: int, device: torch.device) -> None:
-        self._lesson, teacher = lesson, lesson.teacher
-        ordered = sorted(texts, key=lambda text: len(text.prompt) + len(text.output))
-        groups = [ordered[i : i + TEXTS_AT_ONCE] for i in range(0, len(ordered), TEXTS_AT_ONCE)]
-        self._rows = [Rows.of(group, most_tokens).to(device) for group in groups]
-        self._best = [teacher.best(teacher.embed(rows.token_ids), rows.learned) for rows in self._rows]
+        self._lesson, self._told = lesson, Told(lesson.teacher, texts, most_tokens, lesson.seen)
+        groups = in_groups(texts, range(len(texts)), TOKENS_AT_ONCE, most_tokens)
+        self._rows = [Rows.of(texts, group, most_tokens).to(device) for group in groups]
+        self._best = [lesson.teacher.best(self._told(rows).states[-1][rows.learned]) for rows in self._rows]
 
     @torch.no_grad()
     def measure(self, draft: Network) -> Acceptance:
@@ -92,5 +92,5 @@ class HeldOut:
         dtype = self._lesson.teacher.network.head.dtype
         cast = type(draft)(draft.config, {name: value.to(dtype) for name, value in draft.tensors.items()})
         for rows, best in zip(self._rows, self._best, strict=True):
-            runs += self._lesson.runs(cast, rows, best)
+            runs += self._lesson.runs(cast, rows, self._told(rows), best)
         return acceptance(runs)

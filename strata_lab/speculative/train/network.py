@@ -7,7 +7,7 @@ is the engine's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -157,14 +157,29 @@ class Teacher:
         return F.embedding(token_ids, self.network.tensors[EMBEDDING])
 
     @torch.no_grad()
-    def states(self, x: Tensor) -> Tensor:
-        """The target's states before its final norm: embedded rows [B, T, hidden] -> [B, T, hidden]."""
-        return self.network.states(x)
+    def states(self, x: Tensor, seen: Sequence[int]) -> tuple[Tensor, ...]:
+        """The target's states behind its first `seen` layers, numbers ascending: embedded rows [B, T, hidden] -> [B, T,
+        hidden] each.
+        """
+        kept, done = [], 0
+        for count in seen:
+            x, done = self.network.states(x, range(done, count)), count
+            kept.append(x)
+        return tuple(kept)
 
     @torch.no_grad()
-    def log_probabilities(self, states: Tensor) -> Tensor:
+    def log_sums(self, states: Tensor) -> Tensor:
+        """What logits are less than log probabilities by, over all tokens of the target, from its states before the
+        final norm [N, hidden]: [N] float32.
+        """
+        return self._by_rows(states, lambda logits: logits.logsumexp(dim=1))
+
+    @torch.no_grad()
+    def log_probabilities(self, states: Tensor, log_sums: Tensor | None = None) -> Tensor:
         """Of the draft's tokens among all tokens of the target, from its states [N, hidden]: [N, Vd] float32."""
-        return self._by_rows(states, lambda logits: logits[:, self.to_target] - logits.logsumexp(dim=1, keepdim=True))
+        sums = self.log_sums(states) if log_sums is None else log_sums
+        rows = self.network.norm(states, NORM)
+        return F.linear(rows, self.network.head[self.to_target]).float() - sums[:, None]
 
     @torch.no_grad()
     def fit_head(self, draft: Network, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -174,9 +189,9 @@ class Teacher:
         draft.tensors[HEAD].copy_(self.network.head[self.to_target].double() @ to_states.T)
 
     @torch.no_grad()
-    def best(self, x: Tensor, places: Tensor) -> Tensor:
-        """The target's most likely tokens at the N true `places` of [B, T]: [N] int64."""
-        return self._by_rows(self.states(x)[places], lambda logits: logits.argmax(dim=1))
+    def best(self, states: Tensor) -> Tensor:
+        """The target's most likely tokens, from its states [N, hidden]: [N] int64."""
+        return self._by_rows(states, lambda logits: logits.argmax(dim=1))
 
     def _by_rows(self, states: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
         rows = self.network.norm(states, NORM)

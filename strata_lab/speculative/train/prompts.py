@@ -1,7 +1,7 @@
 """What the target is asked, so that it writes texts to learn from: requests of many kinds, beginnings of texts.
 
 `seed_prompts.txt` was written for this project: ways of asking, things to ask about, and first sentences. Few people
-ask like that, so of a model that chats half of the requests are its own: it is given a chat up to where the user begins
+ask like that, so of a model that chats most of the requests are its own: it is given a chat up to where the user begins
 to speak, says what it expects there, and is then asked that. Text of the user's own is cut into beginnings, which the
 target continues. The order is random and the same for the same seed.
 """
@@ -17,10 +17,11 @@ from typing import Any
 from strata_lab.settings import ConfigError
 
 SEEDS_FILE = Path(__file__).with_name("seed_prompts.txt")
+QUESTIONS_FILE = Path(__file__).with_name("questions.txt")
 SECTIONS = ("requests", "topics", "openings")
 OPENING_SHARE = 0.15  # of prompts that are the beginning of a text instead of a request
 OWN_SHARE = 0.8  # of prompts that come from the user's text where there is one
-THOUGHT_UP_SHARE = 0.5  # of the requests that the target thinks up itself, where it can
+THOUGHT_UP_SHARE = 0.7  # of the requests that the target thinks up itself, where it can
 OWN_TOKENS = (24, 96)  # of a beginning cut out of the user's text, fewest and most
 
 Prompt = str | list[int] | list[dict[str, str]]
@@ -61,6 +62,12 @@ def read_seeds(path: Path = SEEDS_FILE) -> Seeds:
             next(reversed(sections.values())).append(text)
     assert tuple(sections) == SECTIONS, tuple(sections)
     return Seeds(*(tuple(sections[name]) for name in SECTIONS))
+
+
+def read_questions(path: Path = QUESTIONS_FILE) -> tuple[str, ...]:
+    """What chats are measured with, a line each; "#" begins a comment."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return tuple(line for line in lines if line and not line.startswith("#"))
 
 
 def prompts(

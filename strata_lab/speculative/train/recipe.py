@@ -18,28 +18,22 @@ import torch
 from strata_lab.models.draft_part import FEATURES, TOKENS
 from strata_lab.models.loader import open_model
 from strata_lab.settings import ConfigError
-from strata_lab.speculative.traffic import Text, TrafficFile, read_texts
+from strata_lab.speculative.traffic import Text, read_texts
 from strata_lab.speculative.train.export import write_draft
 from strata_lab.speculative.train.features import FeatureLesson
 from strata_lab.speculative.train.lessons import Lesson, TokenLesson
-from strata_lab.speculative.train.making import make_texts
 from strata_lab.speculative.train.measure import Acceptance, HeldOut
 from strata_lab.speculative.train.network import Teacher, check_layers, read_network
-from strata_lab.speculative.train.prompts import own_texts, prompts, read_seeds, user_turn
-from strata_lab.speculative.train.settings import Recipe
+from strata_lab.speculative.train.settings import TRAFFIC_SUFFIX, Recipe
 from strata_lab.speculative.train.texts import batches, split
 from strata_lab.speculative.train.training import Course, Progress, Schedule, Training
 from strata_lab.speculative.train.vocabulary import check_count, coverage, most_used
+from strata_lab.speculative.train.writing import PROMPT_TOKENS, device_of, write_answers, write_texts
 from strata_lab.telemetry import hardware
 
 LESSONS: dict[str, Callable[[Teacher], Lesson]] = {TOKENS: TokenLesson, FEATURES: FeatureLesson}
-TRAFFIC_SUFFIX = ".jsonl"
-STATE = "state.pt"
-STREAMS = {"cpu": 16, "cuda": 128}  # requests at the same time: what the steps are fastest with
-BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}  # of a step that computes prompts
-BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}  # of a training step
-PROMPT_TOKENS = 256  # room for a prompt
-KV_BLOCK = 16
+STATE, ANSWERS = "state.pt", f"answers{TRAFFIC_SUFFIX}"
+BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}  # of a training step
 FIT_BATCHES = 4  # from which the untrained draft gets its head
 
 
@@ -51,6 +45,8 @@ class Trained:
         folder: give it as `draft_model`.
         nbytes: of its tensors.
         before, after: acceptance on texts that it has not learned from, untrained and trained.
+        answers: after training, on greedy answers to the bench's questions (`questions.txt`); None for a model
+            that does not chat.
         course: of the training.
     """
 
@@ -58,6 +54,7 @@ class Trained:
     nbytes: int
     before: Acceptance
     after: Acceptance
+    answers: Acceptance | None
     course: Course
 
 
@@ -76,7 +73,7 @@ def train_draft(recipe: Recipe, out: Path, *, resume: bool = False, progress: Pr
     schedule, device = schedule_of(recipe), device_of(recipe)
     _check(recipe)
     work = _work_folder(out, resume)
-    texts = gather(recipe, work, progress)
+    texts, answers = gather(recipe, work, progress), ask(recipe, work, progress)
     checkpoint = open_model(recipe.target)
     try:
         config = checkpoint.config
@@ -90,15 +87,17 @@ def train_draft(recipe: Recipe, out: Path, *, resume: bool = False, progress: Pr
         draft = lesson.first(recipe.num_layers, (rows.to(device) for rows in first))
         progress("asking the target about the texts kept for measuring", 0.0)
         held_out = HeldOut(lesson, held, schedule.most_tokens, device)
-        training = Training(lesson, draft, learned, held_out, schedule, work / STATE)
+        asked = HeldOut(lesson, answers, schedule.most_tokens, device) if answers else None
+        training = Training(lesson, draft, learned, held_out, schedule, work / STATE, asked)
         course = training.run(progress)
         before, after = course.measured[0][1], course.measured[-1][1]
-        facts = _facts(recipe, learned, coverage(held, to_target), course)
-        nbytes = write_draft(out, draft, to_target, checkpoint, recipe.weights, recipe.kind, facts)
+        covered = {"coverage": coverage(held, to_target), "answers_coverage": coverage(answers, to_target)}
+        facts = _facts(recipe, learned, covered, course)
+        nbytes = write_draft(out, draft, to_target, checkpoint, recipe.weights, recipe.kind, facts, lesson.seen)
     finally:
         checkpoint.close()
     shutil.rmtree(work)
-    return Trained(out, nbytes, before, after, course)
+    return Trained(out, nbytes, before, after, course.answered[-1][1] if course.answered else None, course)
 
 
 def gather(recipe: Recipe, work: Path, progress: Progress) -> list[Text]:
@@ -120,43 +119,20 @@ def gather(recipe: Recipe, work: Path, progress: Progress) -> list[Text]:
     return texts + written
 
 
-def write_texts(recipe: Recipe, path: Path, tokens: int, seed: int, progress: Progress) -> None:
-    """Have the target write `tokens` into a file, behind what is there."""
-    from strata_lab.engine import LLMEngine
-
-    kind = device_of(recipe).type
-    streams = recipe.streams or STREAMS[kind]
+def ask(recipe: Recipe, work: Path, progress: Progress) -> list[Text]:
+    """The target's answers to the bench's questions, which nobody learns from; none of a model that does not chat."""
     checkpoint = open_model(recipe.target)
-    limit = checkpoint.config.max_position
+    tokenizer, vocab_size = checkpoint.tokenizer(), checkpoint.config.vocab_size
     checkpoint.close()
-    longest = min(PROMPT_TOKENS + recipe.output_tokens, limit)
-    options: dict[str, Any] = {
-        "device": kind, "max_num_seqs": streams, "max_num_batched_tokens": BATCHED_TOKENS[kind], "seed": recipe.seed,
-        "num_kv_blocks": streams * -(-longest // KV_BLOCK), "block_size": KV_BLOCK, "max_model_len": longest,
-        "continuous_batching": kind == "cpu",  # a GPU queues steps ahead while nobody joins: all begin together
-    }  # fmt: skip
-    with LLMEngine(recipe.target, on_progress=progress, **options) as engine:
-        tokenizer = engine.tokenizer
-        own = own_texts([p for p in recipe.data if p.suffix != TRAFFIC_SUFFIX], tokenizer)
-        chats = tokenizer is not None and tokenizer.chat_template is not None
-        turn = user_turn(tokenizer) if chats else None
-        asked = prompts(seed, read_seeds(), chats=chats, own=own, tokenizer=tokenizer, turn=turn)
-        output = min(recipe.output_tokens, limit // 2)
-        target = TrafficFile(path)
-        try:
-            make_texts(
-                engine, asked, target, tokens=tokens, seconds=recipe.make_seconds, output_tokens=output, seed=seed,
-                progress=progress,
-            )  # fmt: skip
-        finally:
-            target.close()
-
-
-def device_of(recipe: Recipe) -> torch.device:
-    """Where to compute; `ConfigError` for a device that is not here."""
-    if recipe.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device='cuda': torch sees no CUDA device; try device='cpu'")
-    return torch.device("cuda" if recipe.device != "cpu" and torch.cuda.is_available() else "cpu")
+    if tokenizer is None or tokenizer.chat_template is None:
+        return []
+    path = work / ANSWERS
+    if not path.is_file():
+        part = path.with_suffix(".part")
+        part.unlink(missing_ok=True)
+        write_answers(recipe, part, progress)
+        part.rename(path)
+    return list(read_texts(path, vocab_size))
 
 
 def schedule_of(recipe: Recipe) -> Schedule:
@@ -197,15 +173,16 @@ def _ends(tokenizer: Any) -> tuple[int, ...]:
     return () if tokenizer is None else tuple(tokenizer.eos_token_ids)
 
 
-def _facts(recipe: Recipe, learned: list[Text], covered: float, course: Course) -> dict[str, Any]:
+def _facts(recipe: Recipe, learned: list[Text], covered: dict[str, float], course: Course) -> dict[str, Any]:
     """What the card says."""
     shown = asdict(recipe) | {"data": [path.name for path in recipe.data], "target": Path(recipe.target).name}
     return {
         "recipe": shown, "texts": len(learned), "tokens": sum(len(text.output) for text in learned),
-        "greedy": sum(text.temperature == 0 for text in learned) / len(learned), "coverage": covered,
+        "greedy": sum(text.temperature == 0 for text in learned) / len(learned), **covered,
         "steps": course.step, "places": course.tokens, "seconds": course.seconds, "loss": course.loss,
         "hardware": _hardware(device_of(recipe)),
         "before": course.measured[0][1].as_dict(), "after": course.measured[-1][1].as_dict(),
+        "answers": [{"step": step} | measured.as_dict() for step, measured in course.answered],
         "history": [{"step": step} | measured.as_dict() for step, measured in course.measured],
     }  # fmt: skip
 

@@ -11,6 +11,7 @@ from strata_lab.settings import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
 LAYERS = {TOKENS: 2, FEATURES: 1}  # a draft that sees the target's states needs few of its own
+TRAFFIC_SUFFIX = ".jsonl"  # of files of recorded traffic
 STORED = ("int8", "bf16")  # formats of a draft's matrices on disk
 
 

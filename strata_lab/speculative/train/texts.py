@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,26 +29,32 @@ class Rows:
     Attributes:
         token_ids: [B, T] int64, 0 behind a row's end.
         learned: [B, T] bool: places whose next token is the target's own, so that the draft learns from them.
+        there: [B, T] bool: all but what is behind a row's end.
+        numbers: of the texts, [B] int64.
     """
 
     token_ids: Tensor
     learned: Tensor
+    there: Tensor
+    numbers: Tensor
 
     @classmethod
-    def of(cls, texts: Sequence[Text], most_tokens: int) -> Rows:
-        """Texts side by side, each cut to its first `most_tokens`."""
-        cut = [(text, (text.prompt + text.output)[:most_tokens]) for text in texts]
+    def of(cls, texts: Sequence[Text], numbers: Sequence[int], most_tokens: int) -> Rows:
+        """The texts of these numbers side by side, each cut to its first `most_tokens`."""
+        cut = [(text := texts[number], (text.prompt + text.output)[:most_tokens]) for number in numbers]
         width = -(-max(len(ids) for _, ids in cut) // PAD_TO) * PAD_TO
         token_ids = torch.zeros(len(cut), width, dtype=torch.int64)
-        learned = torch.zeros(len(cut), width, dtype=torch.bool)
+        learned, there = torch.zeros(2, len(cut), width, dtype=torch.bool)
         for row, (text, ids) in enumerate(cut):
             token_ids[row, : len(ids)] = torch.tensor(ids)
             learned[row, len(text.prompt) - 1 : len(ids) - 1] = True
-        return cls(token_ids, learned)
+            there[row, : len(ids)] = True
+        return cls(token_ids, learned, there, torch.tensor(numbers))
 
     def to(self, device: torch.device) -> Rows:
         """A copy on another device."""
-        return Rows(self.token_ids.to(device, non_blocking=True), self.learned.to(device, non_blocking=True))
+        parts = self.token_ids, self.learned, self.there, self.numbers
+        return Rows(*(part.to(device, non_blocking=True) for part in parts))
 
 
 def split(texts: Sequence[Text], most_tokens: int) -> tuple[list[Text], list[Text]]:
@@ -80,29 +86,24 @@ def batches(texts: Sequence[Text], tokens: int, most_tokens: int, seed: int, sta
     """Batches of about `tokens` places without end, from number `start` on; every text once a round."""
     number = 0
     for round_ in range(1 << 62):
-        groups = _groups(texts, tokens, most_tokens, random.Random(f"{seed} {round_}"))
-        if number + len(groups) <= start:
-            number += len(groups)
-            continue
+        chance = random.Random(f"{seed} {round_}")
+        order = list(range(len(texts)))
+        chance.shuffle(order)  # so that texts of equal length meet others in every round
+        groups = in_groups(texts, order, tokens, most_tokens)
+        chance.shuffle(groups)
         for group in groups[max(0, start - number) :]:
-            yield Rows.of(group, most_tokens)
+            yield Rows.of(texts, group, most_tokens)
         number += len(groups)
 
 
-def _groups(texts: Sequence[Text], tokens: int, most_tokens: int, chance: random.Random) -> list[list[Text]]:
-    """The texts in groups of like length, in random order."""
-    order = list(texts)
-    chance.shuffle(order)  # so that texts of equal length meet others in every round
-    order.sort(key=lambda text: len(text.prompt) + len(text.output))
-    groups: list[list[Text]] = []
-    group: list[Text] = []
-    for text in order:
-        length = min(most_tokens, len(text.prompt) + len(text.output))
-        if group and (len(group) + 1) * length > tokens:
+def in_groups(texts: Sequence[Text], order: Iterable[int], tokens: int, most_tokens: int) -> list[list[int]]:
+    """Numbers of texts in groups of like length, of about `tokens` places; texts of one length stay in their order."""
+    lengths = {number: min(most_tokens, len(texts[number].prompt) + len(texts[number].output)) for number in order}
+    groups: list[list[int]] = []
+    group: list[int] = []
+    for number in sorted(lengths, key=lengths.__getitem__):
+        if group and (len(group) + 1) * lengths[number] > tokens:
             groups.append(group)
             group = []
-        group.append(text)
-    if group:
-        groups.append(group)
-    chance.shuffle(groups)
-    return groups
+        group.append(number)
+    return [*groups, group] if group else groups

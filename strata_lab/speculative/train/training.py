@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from strata_lab.settings import ConfigError
 from strata_lab.speculative.traffic import Text
@@ -23,10 +24,11 @@ from strata_lab.speculative.train.lessons import Lesson
 from strata_lab.speculative.train.measure import Acceptance, HeldOut
 from strata_lab.speculative.train.network import Network
 from strata_lab.speculative.train.texts import Rows, batches
+from strata_lab.speculative.train.told import Told
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.01, 1.0
 WARM_UP = 0.04  # of the training
-MEASUREMENTS = 8  # of acceptance on the way
+MEASUREMENTS = 4  # of acceptance on the way
 SAVE_EVERY_S = 60.0
 LOSS_FADE = 0.95
 
@@ -71,6 +73,7 @@ class Course:
         step, tokens, seconds: steps, places learned from, and time, of all runs together.
         loss: faded mean, nats per place.
         measured: (step, acceptance), the first one before any training.
+        answered: the same of answers to the bench's questions, where there are any.
     """
 
     step: int = 0
@@ -78,6 +81,7 @@ class Course:
     seconds: float = 0.0
     loss: float | None = None
     measured: list[tuple[int, Acceptance]] = field(default_factory=list)
+    answered: list[tuple[int, Acceptance]] = field(default_factory=list)
 
 
 class Training:
@@ -90,6 +94,7 @@ class Training:
         held_out: to measure with.
         schedule: how.
         state: a file for what is needed to go on; it is read if it is there.
+        asked: to measure with as well: what the bench asks.
     """
 
     def __init__(
@@ -100,9 +105,11 @@ class Training:
         held_out: HeldOut,
         schedule: Schedule,
         state: Path,
+        asked: HeldOut | None = None,
     ) -> None:
         self.lesson, self.draft, self.texts = lesson, draft, texts
-        self.held_out, self.schedule, self._state = held_out, schedule, state
+        self.held_out, self.schedule, self._state, self.asked = held_out, schedule, state, asked
+        self._told = Told(lesson.teacher, texts, schedule.most_tokens, lesson.seen)
         self.course = Course()
         self.device = draft.head.device
         values = list(draft.tensors.values())
@@ -122,9 +129,12 @@ class Training:
         if not course.measured:
             self._measure()
         rows = batches(self.texts, s.batch_tokens, s.most_tokens, s.seed, course.step)
+        following = next(rows)
         try:
             while (done := max(course.step / s.steps, course.seconds / s.seconds)) < 1.0:
-                self._learn(next(rows).to(self.device), done)
+                batch, loss = following, self._learn(following.to(self.device), done)
+                following = next(rows)  # while the device learns
+                self._count(loss.item(), int(batch.learned.sum()))  # SYNC: numbers for people
                 if done * MEASUREMENTS >= len(course.measured):
                     self._measure()
                 course.seconds = before + time.monotonic() - started
@@ -140,24 +150,34 @@ class Training:
         return course
 
     def _line(self) -> str:
-        guesses = self.course.measured[-1][1].by_position[0]
-        return f"step {self.course.step}, loss {self.course.loss:.3f}, first guesses true {guesses:.1%}"
+        course = self.course
+        guesses = f"{course.measured[-1][1].by_position[0]:.1%}"
+        if course.answered:
+            guesses += f", in the bench's chats {course.answered[-1][1].by_position[0]:.1%}"
+        return f"step {course.step}, loss {course.loss:.3f}, first guesses true {guesses}"
 
-    def _learn(self, rows: Rows, done: float) -> None:
+    def _learn(self, rows: Rows, done: float) -> Tensor:
+        """A step; its loss."""
         for group in self._optimizer.param_groups:
             group["lr"] = self.schedule.learning_rate * rate(done)
-        loss, places = self.lesson.loss(self.draft, rows, self.course.step)
+        loss = self.lesson.loss(self.draft, rows, self._told(rows), self.course.step)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(list(self.draft.tensors.values()), CLIP)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        course, value = self.course, loss.item()  # SYNC: a number for people
+        return loss.detach()
+
+    def _count(self, loss: float, places: int) -> None:
+        course = self.course
         course.step += 1
         course.tokens += places
-        course.loss = value if course.loss is None else LOSS_FADE * course.loss + (1 - LOSS_FADE) * value
+        course.loss = loss if course.loss is None else LOSS_FADE * course.loss + (1 - LOSS_FADE) * loss
 
     def _measure(self) -> None:
-        self.course.measured.append((self.course.step, self.held_out.measure(self.draft)))
+        course = self.course
+        course.measured.append((course.step, self.held_out.measure(self.draft)))
+        if self.asked is not None:
+            course.answered.append((course.step, self.asked.measure(self.draft)))
 
     def _save(self) -> None:
         """Write what is needed to go on, whole or not at all."""
@@ -181,8 +201,9 @@ class Training:
                 self.draft.tensors[name].copy_(value)
         self._optimizer.load_state_dict(found["optimizer"])
         course = found["course"]
-        measured = [(step, _acceptance(one)) for step, one in course.pop("measured")]
-        self.course = Course(**course, measured=measured)
+        for name in ("measured", "answered"):
+            course[name] = [(step, _acceptance(one)) for step, one in course[name]]
+        self.course = Course(**course)
 
     def _key(self) -> dict[str, Any]:
         """What a training is determined by, except its length."""

@@ -47,4 +47,4 @@ def coverage(texts: Iterable[Text], to_target: Tensor) -> float:
     """Share of the texts' output tokens that are in the vocabulary, 0.0 to 1.0."""
     kept = set(to_target.tolist())
     tokens = list(chain.from_iterable(text.output for text in texts))
-    return sum(token_id in kept for token_id in tokens) / len(tokens)
+    return sum(token_id in kept for token_id in tokens) / max(1, len(tokens))
