@@ -143,7 +143,9 @@ RECORDED: dict[Path, dict[str, tuple[Made, str]]] = {  # document to its section
     },
     DOCS / "serving.md": {
         "scheduling": (scheduling_table, "scheduling_cpu.json"),
+        "scheduling on a GPU": (scheduling_table, "scheduling_gpu.json"),
         "http": (http_table, "http_overhead.json"),
+        "http on a GPU": (http_table, "http_overhead_moe_gpu.json"),
     },
     DOCS / "decisions" / "0016-long-context.md": {"long context": (long_context_table, "long_context_cpu.json")},
     DOCS / "long-context.md": {
