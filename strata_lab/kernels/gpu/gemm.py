@@ -19,7 +19,6 @@ from torch import Tensor
 
 from strata_lab.kernels.gpu import launch
 from strata_lab.kernels.gpu.elementwise import rms_norm_triton
-from strata_lab.kernels.gpu.gemv import REFERENCE_SMS
 from strata_lab.kernels.gpu.gemv_math import codes_as_floats, e4m3_as_bf16, prefetch
 from strata_lab.quant.base import LinearWeight
 
@@ -234,7 +233,7 @@ def dot(
     """`linear_triton` for contiguous rows x [T, K] into `out`, whose dtype the result is rounded to."""
     t, k = x.shape
     n = weight.shape[0]
-    sms = launch.num_sms(x.device) if x.is_cuda else REFERENCE_SMS
+    sms = launch.num_sms(x.device) if x.is_cuda else launch.REFERENCE_SMS
     c = config or default_config(weight, t, x.dtype, silu_mul, sms)
     if norm_weight is not None and t > FUSED_NORM_ROWS:
         x, norm_weight = normalized(x, norm_weight, norm_eps), None

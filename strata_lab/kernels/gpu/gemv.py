@@ -3,7 +3,7 @@
 A program owns `pieces` tiles of `rows` weight rows and all columns, in chunks. A tile is one 16-byte load per thread,
 and the tiles of the first `preload` chunks are requested before `launch.wait`: they cross the bus while the kernel
 before this one still runs. A thread meets all its rows with the same columns of x, which it loads (from the cache) for
-itself; where a chunk is no wider than a warp nothing is exchanged through shared memory and there is no barrier at all.
+itself; where a chunk is no wider than a warp nothing passes through shared memory and there is no barrier at all.
 
 The norm costs no pass of its own: y = rsqrt(mean(x^2) + eps) * sum_k w[n, k] * (x[k] * norm[k]), both sums at once.
 Integer codes become floats by their bits alone: a code u of b bits in the mantissa of a number in [1, 2) reads
@@ -32,9 +32,8 @@ PRELOAD_REGISTERS = 64  # of a thread, for weights on their way
 HELD_REGISTERS = 96  # the same where nothing else takes many
 WARP = 32
 WARPS = 8  # of a program
-SHORT = 2048  # columns of a bf16 row that two half warps, or one warp, request at once
+SHORT = 2048  # columns of a bf16 row that half a warp, or a whole one, requests at once
 LONG = 1 << 15  # outputs from which programs may be large (heads)
-REFERENCE_SMS = 132  # of an H200, for compiling ahead of time
 HALF_CHAIN = 8  # products of e4m3 codes that are added up in float16
 
 
@@ -290,12 +289,10 @@ def gemv_kernel(
 def default_config(weight: LinearWeight, t: int, norm: bool, silu_mul: bool, dtype: torch.dtype) -> GemvConfig:
     """Tiles for `t` rows of x. Tunable: every valid configuration is right.
 
-    One row of x: a warp to a row, all or most of a row requested at once, measured best on an H200 (programs are so
-    many and so small that an incomplete last wave does not matter). More rows of x leave fewer registers for weights:
-    float32 x is held by every thread.
+    One row of x: a warp to a row, most of it requested at once, measured best on an H200 (of many small programs an
+    incomplete last wave does not matter). More rows leave fewer registers: float32 x is held by every thread.
     """
-    outputs = weight.shape[0] // 2 if silu_mul else weight.shape[0]
-    per_load = _columns_per_load(weight)
+    outputs, per_load = weight.shape[0] // 2 if silu_mul else weight.shape[0], _columns_per_load(weight)
     narrow = dtype != torch.float32 and weight.format != "bf16"
     if t == 1 and narrow and weight.format == "fp8" and weight.shape[1] > WARP * per_load:
         big = silu_mul or outputs >= LONG
@@ -303,8 +300,8 @@ def default_config(weight: LinearWeight, t: int, norm: bool, silu_mul: bool, dty
         pieces = 4 if big else 2
         return GemvConfig(warps, WARP * per_load, pieces, HELD_REGISTERS // (4 * pieces), share=norm)
     if t == 1 and dtype != torch.float32 and weight.format == "bf16" and weight.shape[1] <= SHORT:
-        lanes = WARP // 2 if weight.shape[1] <= SHORT // 2 else WARP
-        warps, pieces = (WARPS // 2, 4 if silu_mul else 2) if norm else (WARPS, 1)
+        lanes, warps = WARP // (2 if weight.shape[1] <= SHORT // 2 else 1), WARPS // 2 if norm else WARPS
+        pieces = 4 if silu_mul else 2 if norm else 1  # what is gated is normed
         return GemvConfig(warps * WARP // lanes, lanes * per_load, pieces, MAX_CHUNKS, share=norm)
     most = MAX_CHUNKS if t == 1 else 5 if t == 2 and narrow else 3
     lanes = 8

@@ -64,9 +64,14 @@ def default_config(weight: LinearWeight, t: int) -> MmaConfig:
     if weight.format == "int4" and not wide and tiles > 8:  # measured on an H200, groups of 128
         return MmaConfig(2, 4, min(-(-tiles // 4), INT4_PRELOAD), 3, MAX_COLUMNS // slots(weight))
     if weight.format == "int4" and slots(weight) == 1 and weight.mins is None and tiles > 8:
-        # Measured on an H200 with 4,096 columns (7.0 us for 11.2 with a block of 16 rows) and gated with 2,560 (33.4
-        # for 35.3): the weights are read once more, from the cache, by programs that unpack a quarter of the columns.
-        return MmaConfig(4, 4, min(-(-tiles // 4), INT4_WIDE_PRELOAD), 2, MAX_ROWS // 2)
+        preload = min(-(-tiles // 4), INT4_WIDE_PRELOAD)
+        if tiles <= SHORT_TILES:
+            # Measured on an H200 with 4,096 columns (7.0 us for 11.2) and gated with 2,560 (33.4 for 35.3): the weights
+            # are read once more, from the cache, by programs that unpack a quarter of the columns.
+            return MmaConfig(4, 4, preload, 2, MAX_ROWS // 2)
+        # Not measured. Eight warps of 150 registers let one program onto a multiprocessor, with 16 KB on their way;
+        # four of 140 let three, with 60 KB.
+        return MmaConfig(2, 4, preload, 1, MAX_ROWS)
     preload = max(1, (WIDE_X_REGISTERS if wide else REGISTERS) // held)
     ahead = 1 if wide and weight.format in ("int4", "bf16") else 2
     return MmaConfig(2, warps, preload, ahead, MAX_COLUMNS // slots(weight))

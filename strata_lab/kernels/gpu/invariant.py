@@ -34,7 +34,6 @@ from strata_lab.kernels.gpu.attention_prefill import PrefillConfig, prefill
 from strata_lab.kernels.gpu.attention_tiles import operand
 from strata_lab.kernels.gpu.elementwise import rms_norm_triton
 from strata_lab.kernels.gpu.gemm import MAX_COUNTERS, DotConfig, default_config, dot, normalized
-from strata_lab.kernels.gpu.gemv import REFERENCE_SMS
 from strata_lab.kernels.gpu.kv_write import qkv_rope_append_triton
 from strata_lab.kernels.gpu.moe import config_of
 from strata_lab.kernels.gpu.moe_config import ROUTE_TOKENS
@@ -47,7 +46,7 @@ MOST_ROWS = 512  # of one launch, which bounds the memory for partial sums
 
 def linear_config(weight: LinearWeight, dtype: torch.dtype, silu_mul: bool, device: torch.device) -> DotConfig:
     """How the product with a weight is cut up, whatever the number of rows."""
-    sms = launch.num_sms(device) if device.type == "cuda" else REFERENCE_SMS
+    sms = launch.num_sms(device) if device.type == "cuda" else launch.REFERENCE_SMS
     return default_config(weight, ROWS, dtype, silu_mul, sms)
 
 

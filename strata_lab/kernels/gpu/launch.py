@@ -28,6 +28,7 @@ PDL_CAPABILITY = (9, 0)
 MEASURED_CAPABILITY = (9, 0)  # of the card that limits of registers were measured on
 MIN_COUNTERS = 1 << 16
 LATE, EARLY = tl.constexpr(1), tl.constexpr(2)  # values of `PDL`; 0 is without
+REFERENCE_SMS = 132  # of an H200, for compiling ahead of time
 INTERPRETED_SMS = 4  # keeps grids small where a program costs milliseconds
 
 
