@@ -70,6 +70,7 @@ def stages(folder: Path, size: float, scale: float) -> list[Stage]:
     fp8 = ("--model", MIXTURE + shrunk, "--weights", "fp8")
     bench("interference", "interference", 200, *fp8, "--results", out)
     bench("overload", "overload", 300, *fp8, "--seconds", "8", "--results", out)
+    bench("heat", "heat_trace", 240, "--model", DENSE + shrunk, "--weights", "bf16", "--results", out)
     bench("stress", "stress", 150, "--device", "cuda", "--seconds", "60", "--results", out)
     pages = ("--part", "speed", "--device", "cuda", "--speed-length", "8000")  # the default model from here on
     bench("pages", "long_context", 200, *pages, "--results", out)
