@@ -9,7 +9,7 @@ import torch
 
 from strata_lab.bench import fixed_costs, sweep_linear
 from strata_lab.bench.harness import Environment
-from strata_lab.bench.linear_candidates import PRODUCTS, Product
+from strata_lab.bench.linear_candidates import REFERENCE, Product
 
 FIXED_US, GB_S = 3.0, 4000.0
 HERE = Environment({"cpu": "test"}, {"python": "3"}, "2026-01-01", "abc")
@@ -29,7 +29,7 @@ def test_the_line_finds_what_points_were_made_of_and_says_how_far_they_are_from_
 
 
 def test_sizes_are_whole_and_keep_pairs_of_gate_and_up_together() -> None:
-    for product in PRODUCTS:
+    for product in REFERENCE:
         sizes = [fixed_costs.sized(product, size).n for size in fixed_costs.SIZES]
         assert sizes == sorted(set(sizes)) and all(n % 256 == 0 for n in sizes)
 
@@ -43,7 +43,7 @@ def test_a_record_holds_every_point_and_its_line_reads_as_it_is(monkeypatch: pyt
     costs = type("Costs", (), {"dependent_us": 0.5})()
     monkeypatch.setattr(fixed_costs, "launch_costs", lambda device: costs)
     monkeypatch.setattr(fixed_costs, "coded", lambda product, fmt, device: 1.25 if fmt == "int4g128" else None)
-    product = next(p for p in PRODUCTS if p.name == "o")
+    product = next(p for p in REFERENCE if p.name == "o")
     record = fixed_costs.measure(product, "fp8", 1, torch.device("cpu"), HERE)
     m = record.metrics
     assert m["coded_us"] is None

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from strata_lab.bench.harness import Environment, Record, Spread, write_results
-from strata_lab.bench.linear_candidates import FORMATS, PRODUCTS, Product
+from strata_lab.bench.linear_candidates import FORMATS, REFERENCE, Product
 from strata_lab.bench.sweep_linear import call, inputs_and_sets, time_over
 from strata_lab.kernels.gpu import gemv_int
 from strata_lab.quant.base import LinearWeight
@@ -32,7 +32,7 @@ from strata_lab.telemetry.ceilings import launch_costs
 SCRIPT = "python -m strata_lab.bench.fixed_costs"
 SIZES = (0.25, 0.5, 1.0, 1.5, 2.0)  # of a product's outputs
 ROUNDED = 256  # outputs
-GEOMETRIES = tuple(product.name for product in PRODUCTS if not product.head)
+GEOMETRIES = tuple(product.name for product in REFERENCE if not product.head)
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     formats = ["fp8", "int8row", "int4g128"]
     parser.add_argument("--formats", nargs="+", default=formats, choices=[*FORMATS, "bf16", "int8"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8], help="rows of x")
-    parser.add_argument("--products", nargs="+", default=list(GEOMETRIES), choices=[p.name for p in PRODUCTS])
+    parser.add_argument("--products", nargs="+", default=list(GEOMETRIES), choices=[p.name for p in REFERENCE])
     parser.add_argument("--name", default="fixed_costs_gpu", help="results file")
     parser.add_argument("--results", help="folder of the results file (default: docs/results)")
     options = parser.parse_args(arguments)
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     records: list[Record] = []
     for tokens in options.tokens:
         for fmt in options.formats:
-            for product in (p for p in PRODUCTS if p.name in options.products):
+            for product in (p for p in REFERENCE if p.name in options.products):
                 records.append(measure(product, fmt, tokens, device, environment))
                 sys.stdout.write(row(records[-1]) + "\n")
                 sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What `sweep_linear.py` tries: the products of the reference models and every sensible cut of each.
+"""What `sweep_linear.py` tries: the products of the reference and default models, and every sensible cut of each.
 
 Nothing here needs a GPU.
 """
@@ -43,20 +43,22 @@ class Product:
     head: bool = False
 
 
-PRODUCTS = (
+REFERENCE = (
     Product("qkv-moe", 5120, 2560, norm=True),
     Product("o", 2560, 4096),
     Product("gate-up", 19456, 2560, norm=True, gated=True),
     Product("down", 2560, 9728),
     Product("qkv-dense", 6144, 2560, norm=True),
     Product("head", 151936, 2560, norm=True, head=True),
-    # of the default model, SmolLM2-135M
+)
+SMALL = (  # of the default model, SmolLM2-135M
     Product("small-qkv", 960, 576, norm=True),
     Product("small-o", 576, 576),
     Product("small-gate-up", 3072, 576, norm=True, gated=True),
     Product("small-down", 576, 1536),
     Product("small-head", 49152, 576, norm=True, head=True),
 )
+PRODUCTS = REFERENCE + SMALL
 
 
 @dataclass(frozen=True)
