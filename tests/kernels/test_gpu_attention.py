@@ -206,17 +206,16 @@ def test_tokens_that_are_new_together_see_each_other(
         torch.testing.assert_close(inputs[name], other[name], rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_tokens_that_are_new_together_are_used_as_they_are_stored(device: torch.device, kv_dtype: torch.dtype) -> None:
     arguments: dict[str, Any] = {"kv_dtype": kv_dtype, "scales": (0.02, 0.03), "block_size": 8}
-    inputs, other = (together_inputs([(37, 4), (6, 4)], 4, (6, 2, 32), device, **arguments) for _ in range(2))
+    inputs, other = (together_inputs([(37, 3)], 3, (6, 2, 32), device, **arguments) for _ in range(2))
     for x in (inputs, other):
         x["qkv"] = x["qkv"].bfloat16()
-    found = qkv_attention_triton(**inputs, together=4)
+    found = qkv_attention_triton(**inputs, together=3)
     check(found, composed(other, qkv_rope_append_triton, paged_attention_triton), **NARROW)
     for name in ("k_cache", "v_cache"):
-        if kv_dtype != torch.float32:  # a compiler may fuse products and sums of two kernels unlike
-            assert torch.equal(inputs[name].view(torch.uint8), other[name].view(torch.uint8))
+        assert torch.equal(inputs[name].view(torch.uint8), other[name].view(torch.uint8))
 
 
 @pytest.mark.parametrize("splits", [1, 3])
