@@ -61,7 +61,7 @@ class Resolver:
     def __init__(self, config: EngineConfig, progress: ProgressFn) -> None:
         self.config, self.progress = config, progress
         self.fallbacks: list[Fallback] = []
-        self.device = _device(config.device)
+        self.device = device_named(config.device)
         self.dtype = self._dtype(config.dtype)
         self.checkpoint: Any = open_model(config.model, config.seed, self.device)
         self.model_config = self.checkpoint.config
@@ -305,7 +305,8 @@ def differ(a: Optimizations, b: Optimizations, names: tuple[str, ...]) -> bool:
     return any(getattr(a, name) != getattr(b, name) for name in names)
 
 
-def _device(name: str) -> torch.device:
+def device_named(name: str) -> torch.device:
+    """The device of a setting: "auto" takes a GPU where there is one; `ConfigError` for one that is not here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():

@@ -31,12 +31,11 @@ class Card:
 
 
 def test_a_trace_has_every_reading_and_the_rate_between_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strata_lab.telemetry.monitor.source_for", lambda device: Card())
     folder, _ = write_checkpoint(tmp_path, "llama")
     with LLMEngine(folder, device="cpu", max_num_seqs=2, max_model_len=128) as engine:
         monkeypatch.setattr(heat_trace, "PROMPT_TOKENS", 8)
         monkeypatch.setattr(heat_trace, "OUTPUT_TOKENS", 64)
-        trace = heat_trace.record(engine, 2, load_s=0.6, rest_s=0.1, interval_s=0.02)
+        trace = heat_trace.record(engine, Card(), 2, load_s=0.6, rest_s=0.1, interval_s=0.02)
         total = engine.stats().num_output_tokens
     found = trace.metrics()
     count = len(trace.readings)

@@ -2,7 +2,7 @@
 
 Rest, load, rest; every reading is kept as the driver gave it, with the tokens per second since the one before. What the
 thermal governor would have done with such a card can then be tried without one. Nothing is governed meanwhile, and no
-clock or limit is touched. On a CPU there are readings without temperatures, and no trace is written.
+clock or limit is touched. Where the first reading has no temperature of a card, nothing runs and nothing is written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from strata_lab.bench.harness import Environment, Record, write_results
 from strata_lab.bench.traffic import Traffic
 from strata_lab.events import HardwareEvent
-from strata_lab.telemetry.monitor import Monitor
+from strata_lab.telemetry.monitor import Monitor, Source, source_for
 
 SCRIPT = "python -m strata_lab.bench.heat_trace"
 INTERVAL_S = 0.5
@@ -60,10 +60,12 @@ class Trace:
         }
 
 
-def record(engine: Any, seats: int, load_s: float, rest_s: float, interval_s: float = INTERVAL_S) -> Trace:
-    """Rest, decode for `seats` requests at a time, rest; seconds of each."""
+def record(
+    engine: Any, source: Source, seats: int, load_s: float, rest_s: float, interval_s: float = INTERVAL_S
+) -> Trace:  # fmt: skip
+    """Rest, decode for `seats` requests at a time, rest; seconds of each. `source` is closed."""
     trace = Trace(engine)
-    monitor = Monitor.of(engine.device, trace.keep, interval_s)
+    monitor = Monitor(source, trace.keep, interval_s)
     load = Traffic(engine, PROMPT_TOKENS, OUTPUT_TOKENS)
     engine.start()
     monitor.start()
@@ -95,16 +97,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = {"weight_format": given.weights} if given.weights else {}
     room = PROMPT_TOKENS + OUTPUT_TOKENS
     with LLMEngine(given.model, max_num_seqs=given.seats, max_model_len=room, **options) as engine:
+        source = source_for(engine.device)
+        seen = source.read()
+        if seen.core_c is None or seen.device == "cpu":
+            source.close()
+            sys.stderr.write(f"{seen.name} tells no temperature to govern by ({seen.note}): nothing is written\n")
+            return 1
         environment = Environment.now(engine.device.type)
-        trace = record(engine, given.seats, given.load_s, given.rest_s)
+        trace = record(engine, source, given.seats, given.load_s, given.rest_s)
         conditions = {
             "model": given.model, "batch": given.seats, "load_s": given.load_s, "rest_s": given.rest_s,
             "interval_s": INTERVAL_S, "toggles": engine.optimizations.as_dict(),
         }  # fmt: skip
-    seen = trace.readings[-1]
-    if seen.core_c is None or seen.device == "cpu":
-        sys.stderr.write(f"{seen.name} tells no temperature to govern by ({seen.note}): nothing is written\n")
-        return 1
     note = "readings as the driver gave them; nothing was governed"
     made: Record = environment.record(
         "heat_trace", script=SCRIPT, conditions=conditions, metrics=trace.metrics(), note=note

@@ -143,8 +143,7 @@ def storm(engine: Any, sizes: Sizes) -> dict[str, Any]:
 def urgent(engine: Any, sizes: Sizes) -> dict[str, Any]:
     """First tokens of urgent requests, in an idle engine and among batch work."""
     engine.reset_prefix_cache()
-    settings = {"scheduling_policy": "priority", **URGENT_SETTINGS[engine.device.type]}
-    before_all = engine.optimizations.as_dict()
+    settings, usual = {"scheduling_policy": "priority", **URGENT_SETTINGS[engine.device.type]}, engine.optimizations
     engine.apply(**settings)
     idle = [first_token_ms(engine, URGENT_TOKENS, 1) for _ in range(sizes.probes)]
     load = Traffic(engine, BATCH_TOKENS, BATCH_OUTPUT)
@@ -158,7 +157,7 @@ def urgent(engine: Any, sizes: Sizes) -> dict[str, Any]:
         among.append(first_token_ms(engine, URGENT_TOKENS, 1, lambda: load.keep(2 * SEATS, 0.002)))
     after = engine.stats()
     load.drop()
-    engine.apply(**{name: before_all[name] for name in settings})
+    engine.apply(**{name: getattr(usual, name) for name in settings})
     return {
         "ttft_p95_ratio": _p95(among) / _p95(idle), **_waits("idle", idle), **_waits("among", among),
         "batch_preemptions": after.num_preemptions - before.num_preemptions,

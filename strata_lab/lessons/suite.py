@@ -20,6 +20,7 @@ from typing import Any
 
 from strata_lab.bench.harness import Environment, Record, write_results
 from strata_lab.lessons.gallery import NOTEBOOKS, QUICK, NotebookFailed, execute
+from strata_lab.resolve import device_named
 
 SCRIPT = "python -m strata_lab.lessons.suite"
 LIMIT_S = 300.0
@@ -115,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"--only {given.only}: no notebook in {NOTEBOOKS} begins so; try --only 01\n")
         return 1
     values = {**QUICK, "seconds": given.seconds, "device": given.device}
-    environment, done = Environment.now("cuda" if given.device == "cuda" else "cpu"), list[Outcome]()
+    environment, done = Environment.now(device_named(given.device).type), list[Outcome]()
     for one in run(paths, given.out, values, given.jobs, given.limit_s):
         done.append(one)
         told = one.error or ("passed" if one.seconds < BAR_S else f"passed, and took more than {BAR_S:g} s")

@@ -218,6 +218,7 @@ def _launch(
     _, block_size, kv_heads, width = k_cache.shape
     assert k_cache.stride() == v_cache.stride() and k_cache.stride()[2:] == (width, 1), k_cache.stride()
     batch, group, device = seq_lens.shape[0], q_heads // kv_heads, x.device
+    assert 1 <= together <= ROWS and batch % together == 0, (together, batch)
     dot, precision = operand(x.dtype, k_cache.dtype)
     max_tokens = min(tables.shape[1] * block_size, sinks + window if window else sys.maxsize)
     c = config or decode_config(batch, kv_heads, max_tokens, dot == tl.float32, launch.num_sms(device))

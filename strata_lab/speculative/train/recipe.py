@@ -17,6 +17,7 @@ import torch
 
 from strata_lab.models.draft_part import FEATURES, TOKENS
 from strata_lab.models.loader import open_model
+from strata_lab.resolve import device_named
 from strata_lab.settings import ConfigError
 from strata_lab.speculative.traffic import Text, read_texts
 from strata_lab.speculative.train.export import write_draft
@@ -28,7 +29,7 @@ from strata_lab.speculative.train.settings import TRAFFIC_SUFFIX, Recipe
 from strata_lab.speculative.train.texts import batches, split
 from strata_lab.speculative.train.training import Course, Progress, Schedule, Training
 from strata_lab.speculative.train.vocabulary import check_count, coverage, most_used
-from strata_lab.speculative.train.writing import PROMPT_TOKENS, device_of, write_answers, write_texts
+from strata_lab.speculative.train.writing import PROMPT_TOKENS, write_answers, write_texts
 from strata_lab.telemetry import hardware
 
 LESSONS: dict[str, Callable[[Teacher], Lesson]] = {TOKENS: TokenLesson, FEATURES: FeatureLesson}
@@ -70,7 +71,7 @@ def train_draft(recipe: Recipe, out: Path, *, resume: bool = False, progress: Pr
     Raises:
         ConfigError: a setting, a file or the folder is wrong; CheckpointError: the target cannot be read.
     """
-    schedule, device = schedule_of(recipe), device_of(recipe)
+    schedule, device = schedule_of(recipe), device_named(recipe.device)
     _check(recipe)
     work = _work_folder(out, resume)
     texts, answers = gather(recipe, work, progress), ask(recipe, work, progress)
@@ -139,7 +140,7 @@ def schedule_of(recipe: Recipe) -> Schedule:
     """Of the training."""
     return Schedule(
         steps=recipe.steps, seconds=recipe.seconds, learning_rate=recipe.learning_rate, seed=recipe.seed,
-        batch_tokens=recipe.batch_tokens or BATCH_TOKENS[device_of(recipe).type],
+        batch_tokens=recipe.batch_tokens or BATCH_TOKENS[device_named(recipe.device).type],
         most_tokens=PROMPT_TOKENS + recipe.output_tokens,
     )  # fmt: skip
 
@@ -180,7 +181,7 @@ def _facts(recipe: Recipe, learned: list[Text], covered: dict[str, float], cours
         "recipe": shown, "texts": len(learned), "tokens": sum(len(text.output) for text in learned),
         "greedy": sum(text.temperature == 0 for text in learned) / len(learned), **covered,
         "steps": course.step, "places": course.tokens, "seconds": course.seconds, "loss": course.loss,
-        "hardware": _hardware(device_of(recipe)),
+        "hardware": _hardware(device_named(recipe.device)),
         "before": course.measured[0][1].as_dict(), "after": course.measured[-1][1].as_dict(),
         "answers": [{"step": step} | measured.as_dict() for step, measured in course.answered],
         "history": [{"step": step} | measured.as_dict() for step, measured in course.measured],

@@ -9,11 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from strata_lab.models.loader import open_model
+from strata_lab.resolve import device_named
 from strata_lab.sampling_params import SamplingParams
-from strata_lab.settings import ConfigError
 from strata_lab.speculative.traffic import Text, TrafficFile
 from strata_lab.speculative.train.making import before_loop, make_texts
 from strata_lab.speculative.train.prompts import own_texts, prompts, read_questions, read_seeds, user_turn
@@ -26,16 +24,9 @@ PROMPT_TOKENS = 256  # room for a prompt
 KV_BLOCK = 16
 
 
-def device_of(recipe: Recipe) -> torch.device:
-    """Where to compute; `ConfigError` for a device that is not here."""
-    if recipe.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device='cuda': torch sees no CUDA device; try device='cpu'")
-    return torch.device("cuda" if recipe.device != "cpu" and torch.cuda.is_available() else "cpu")
-
-
 def write_texts(recipe: Recipe, path: Path, tokens: int, seed: int, progress: Progress) -> None:
     """Have the target write `tokens` into a file, behind what is there."""
-    with _engine(recipe, recipe.streams or STREAMS[device_of(recipe).type], progress) as engine:
+    with _engine(recipe, recipe.streams or STREAMS[device_named(recipe.device).type], progress) as engine:
         tokenizer = engine.tokenizer
         own = own_texts([p for p in recipe.data if p.suffix != TRAFFIC_SUFFIX], tokenizer)
         chats = tokenizer is not None and tokenizer.chat_template is not None
@@ -68,7 +59,7 @@ def write_answers(recipe: Recipe, path: Path, progress: Progress) -> None:
 def _engine(recipe: Recipe, streams: int, progress: Progress) -> Any:
     from strata_lab.engine import LLMEngine
 
-    kind = device_of(recipe).type
+    kind = device_named(recipe.device).type
     checkpoint = open_model(recipe.target)
     longest = min(PROMPT_TOKENS + recipe.output_tokens, checkpoint.config.max_position)
     checkpoint.close()
