@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from strata_lab.kernels.gpu import gemm, gemv, gemv_int, gemv_mma_config
+from strata_lab.kernels.gpu import gemm, gemv, gemv_config, gemv_int, gemv_mma_config
 from strata_lab.kernels.gpu.linear import Config
 from strata_lab.quant import get_format
 from strata_lab.quant.base import LinearWeight
@@ -97,7 +97,7 @@ def _int_candidates(product: Product, fmt: str, bits: int) -> Iterator[gemv_int.
     for lanes in (8, 16, 32):
         chunks = -(-product.k // (lanes * per_load))
         for warps in (2, 4, 8):
-            for pieces in (2, 4, 8) if product.gated or product.n > gemv.LONG else (1, 2, 4):
+            for pieces in (2, 4, 8) if product.gated or product.n > gemv_config.LONG else (1, 2, 4):
                 most = HELD_REGISTERS // (pieces * (6 if fmt == "int4" else 5))  # scales and minima as well
                 if most > 0 and chunks <= 4 * most:  # what is not requested at once is requested late
                     yield gemv_int.IntConfig(warps * 32 // lanes, lanes * per_load, pieces, min(chunks, most))
@@ -109,7 +109,7 @@ def _gemv_candidates(product: Product, fmt: str, bits: int) -> Iterator[gemv.Gem
         chunks = -(-product.k // (lanes * per_load))
         for warps in (4, 8):
             rows = warps * 32 // lanes
-            for pieces in (2, 4) if product.gated or product.n > gemv.LONG else (1, 2):
+            for pieces in (2, 4) if product.gated or product.n > gemv_config.LONG else (1, 2):
                 most = HELD_REGISTERS // (4 * pieces * (2 if fmt == "int4" else 1))  # scales and minima as well
                 if chunks > 2 * most:  # what is not requested at once is requested late
                     continue

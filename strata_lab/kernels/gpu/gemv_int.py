@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from strata_lab.kernels.gpu import launch
-from strata_lab.kernels.gpu.gemv import HELD_REGISTERS, LOAD_BYTES, WARP, columns, group_tile, weight_tile
+from strata_lab.kernels.gpu.gemv import columns, group_tile, weight_tile
+from strata_lab.kernels.gpu.gemv_config import HELD_REGISTERS, LOAD_BYTES, WARP
 from strata_lab.kernels.gpu.gemv_math import int_dot, now, planes, rounded
 from strata_lab.quant.base import LinearWeight
 
