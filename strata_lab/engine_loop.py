@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from strata_lab.block_manager import BlockManager
 from strata_lab.build import Parts
@@ -41,6 +40,7 @@ class EngineLoop(Desk):
     def __init__(self, parts: Parts, scheduler: Scheduler, config: ModelConfig, events: EventLog) -> None:
         super().__init__(scheduler, config, events)
         self.parts = parts
+        self._captures = self.captures  # when the step before ended
 
     # -- called by any thread -----------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class EngineLoop(Desk):
         with self._lock:
             for request in self.scheduler.expire(start):
                 self._end(self._sessions[request.request_id])
-        captures = self.captures
+        captures = self._captures
         self.parts.speculation.prepare(self._running)
         with self._lock:
             batch = self.scheduler.schedule(decodes_only=lane is not None and lane.busy)
@@ -133,7 +133,8 @@ class EngineLoop(Desk):
             self._fail([item.request for item in batch.items], error)
             return None
         times = start, scheduled, time.perf_counter()
-        return self._deliver(batch, result, times, captured=self.captures > captures)
+        self._captures = self.captures
+        return self._deliver(batch, result, times, captured=self._captures > captures)
 
     def _running(self) -> list[Request]:
         with self._lock:
@@ -200,12 +201,11 @@ class EngineLoop(Desk):
             session = self._sessions[request.request_id]
             for other in session.take_not_begun():  # the prompt is computed, and still there
                 self.scheduler.fork(request, other.request)
-            event = session.accept(token_id, logprobs, error, now_s, self.scheduler.max_model_len)
-            if item.drafts and error is None:
+            event = session.accept(token_id, logprobs, error, now_s, self.scheduler.max_model_len, drafted)
+            last = event.finish_reason is not None
+            if item.drafts and (last or not drafted) and error is None:
                 self.scheduler.commit_drafts(request)
-            if drafted:
-                event = replace(event, drafted=True)
-            if event.finish_reason is not None:
+            if last:
                 ended.add(request.request_id)  # drafts behind its last token came true for nobody
                 self.scheduler.finish(request, event.finish_reason, event.error)
             events.append(event)
@@ -258,7 +258,7 @@ class EngineLoop(Desk):
             self.scheduler.blocks.use_prefixes(parts.prefixes)
         if not new_pool and (parts.retention, parts.basis) != (before.retention, before.basis):
             self.scheduler.keep(parts.retention, parts.basis)
-        self.parts = parts
+        self.parts, self._captures = parts, parts.runner.captures + parts.speculation.captures
         if before.governor is not parts.governor:
             before.governor.stop()
             if self._thread is not None:

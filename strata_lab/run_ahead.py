@@ -131,7 +131,6 @@ class RunAhead:
         """Capture the greedy step of one request; others are captured when they are first needed."""
         self._graph(1, MIN_TABLE_WIDTH, drawn=False)
 
-    @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> StepResult:
         """Tokens of the batch, in its order; computed ahead where possible."""
         if not batch.num_decode_tokens:  # prompts alone leave the queued steps as they are
@@ -228,6 +227,7 @@ class RunAhead:
             flight.units.popleft()
         return [tokens[flight.rows[id(item.request)]] for item in batch.items], flight.step_ms
 
+    @torch.inference_mode()
     def _extend(self, flight: _Flight, batch: ScheduledBatch) -> None:
         """Queue further steps while the same rows go on and their blocks are there."""
         if len(batch.items) < len(flight.requests):
@@ -274,6 +274,7 @@ class RunAhead:
         """Whether the device can decode and sample all of the batch by itself."""
         return batch.is_decode_only and self.recorder.bucket(len(batch.items)) > 0 and sampled_on_device(batch)
 
+    @torch.inference_mode()
     def _take_off(self, items: list[ScheduledRequest]) -> _Flight | None:
         """Write the batch into a captured state and queue its first steps; None where blocks for them are missing."""
         graph = self._graph_for(items)

@@ -91,7 +91,13 @@ class Session:
                 raise RequestError(f"request_id={name!r} is in use; leave it out to get a fresh one")
 
     def accept(
-        self, token_id: int, logprobs: TokenLogprobs | None, error: str | None, now_s: float, max_model_len: int
+        self,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        error: str | None,
+        now_s: float,
+        max_model_len: int,
+        drafted: bool = False,
     ) -> TokenEvent:
         """Record a sampled token; the event says whether the request is to end and why (`finish_reason`)."""
         request = self.request
@@ -105,7 +111,7 @@ class Session:
         reason = self._finish_reason(token_id, max_model_len)
         if reason is not None:
             text += self._flush()
-        return TokenEvent(request.request_id, token_id, text, index, reason, choice=self.choice)
+        return TokenEvent(request.request_id, token_id, text, index, reason, choice=self.choice, drafted=drafted)
 
     def _finish_reason(self, token_id: int, max_model_len: int) -> str | None:
         request, text = self.request, self._detokenizer

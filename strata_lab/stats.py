@@ -163,12 +163,13 @@ class StepAccounts:
         self.drafted: list[int] = []
         self.accepted: list[int] = []
         self._recent: deque[tuple[float, int]] = deque()  # (end of step, tokens), the rate window
+        self._recent_tokens = 0  # of all of them: thousands, where steps are short
 
     def output_tok_s(self, now_s: float) -> float:
         """Tokens a second over the window that ends now."""
         while self._recent and self._recent[0][0] < now_s - RATE_WINDOW_S:
-            self._recent.popleft()
-        return sum(n for _, n in self._recent) / RATE_WINDOW_S
+            self._recent_tokens -= self._recent.popleft()[1]
+        return self._recent_tokens / RATE_WINDOW_S
 
     def book(
         self,
@@ -196,6 +197,7 @@ class StepAccounts:
             draft.count_into(self.drafted, self.accepted)
             self.num_loop_tokens += draft.num_accepted if draft.is_loop else 0
         self._recent.append((end, len(tokens)))
+        self._recent_tokens += len(tokens)
         self.output_tok_s(end)  # what has left the window is dropped now, not when somebody asks
         return StepEvent(
             step=self.num_steps - 1,

@@ -56,6 +56,7 @@ class Tokenizer:
         self.add_bos = add_bos
         self.chat_template = chat_template
         self.is_byte_level = _is_byte_level(backend)
+        self._bytes_of: dict[int, bytes] = {}  # of tokens that were asked for
         self._special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
 
     @cached_property
@@ -97,14 +98,20 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token of a byte-level tokenizer stands for; b"" for an id outside the vocabulary."""
+        found = self._bytes_of.get(token_id)
+        return self._spelled(token_id) if found is None else found
+
+    def _spelled(self, token_id: int) -> bytes:
         assert self.is_byte_level
         token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
         try:
-            return bytes(_BYTES[char] for char in token)
+            spelled = bytes(_BYTES[char] for char in token)
         except KeyError:  # an added token with a character outside the byte alphabet stands for itself
-            return token.encode()
+            spelled = token.encode()
+        self._bytes_of[token_id] = spelled
+        return spelled
 
     def is_byte_token(self, token_id: int) -> bool:
         """Whether this is a byte-fallback token such as "<0xE2>" (SentencePiece's scheme)."""

@@ -136,7 +136,6 @@ class DraftAhead:
         """As of `Runner`."""
         return self.cycles.recorder.captures + self.ahead.captures
 
-    @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> StepResult:
         """Tokens of the batch; where it has drafts, those that the device made, verified."""
         if not batch.num_decode_tokens:  # prompts alone leave the queued cycles as they are
@@ -228,6 +227,7 @@ class DraftAhead:
 
     # -- queueing -------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def _extend(self, flight: _Flight, items: Sequence[ScheduledRequest], wanted: int) -> None:
         """Queue cycles while there are blocks for all that may come true, and requests that will need them."""
         num_drafts = max(count for count in self.cycles.drafts if count <= wanted)
@@ -273,6 +273,7 @@ class DraftAhead:
 
     # -- a new batch ----------------------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def _take_off(self, items: list[ScheduledRequest], wanted: int) -> _Flight | None:
         """Write the batch into a captured state and queue its first cycles, if there are blocks for one.
 

@@ -16,7 +16,8 @@ def is_loop(token_ids: Sequence[int]) -> bool:
     tail = list(token_ids[-MIN_TOKENS:])
     if len(tail) < MIN_TOKENS:
         return False
-    return any(tail[period:] == tail[:-period] for period in range(1, MAX_PERIOD + 1))
+    last = tail[-1]  # compared first: that alone rules most periods out
+    return any(last == tail[-1 - n] and tail[n:] == tail[:-n] for n in range(1, MAX_PERIOD + 1))
 
 
 def loop_start(token_ids: Sequence[int]) -> int:
