@@ -202,12 +202,12 @@ class EngineLoop(Desk):
             for other in session.take_not_begun():  # the prompt is computed, and still there
                 self.scheduler.fork(request, other.request)
             event = session.accept(token_id, logprobs, error, now_s, self.scheduler.max_model_len, drafted)
-            last = event.finish_reason is not None
-            if item.drafts and (last or not drafted) and error is None:
+            reason = event.finish_reason
+            if item.drafts and (reason is not None or not drafted) and error is None:
                 self.scheduler.commit_drafts(request)
-            if last:
+            if reason is not None:
                 ended.add(request.request_id)  # drafts behind its last token came true for nobody
-                self.scheduler.finish(request, event.finish_reason, event.error)
+                self.scheduler.finish(request, reason, event.error)
             events.append(event)
         return tuple(events)
 

@@ -108,7 +108,7 @@ def run_all(engine: Any, prompts: Sequence[Prompt], params: Sequence[SamplingPar
 
 
 class Clocked:
-    """`Speculation` whose work on the host is timed: `ms` of each step. Otherwise the inner one."""
+    """`Speculation` whose work on the host is timed: `ms` of each step of decodes. Otherwise the inner one."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -128,6 +128,8 @@ class Clocked:
         started = time.perf_counter()
         observed = self.inner.observe(batch, counts, ms)
         self.ms[-1] += _ms_since(started)
+        if batch.num_prefill_tokens:
+            self.ms.pop()
         return observed
 
 
@@ -149,6 +151,7 @@ class Side:
         self._running: list[Any] = []
         self._num_tokens = 0
         self._names = [engine.add_request(prompt, wish) for prompt, wish in zip(prompts, params, strict=True)]
+        self._in_force()  # for the prompts too: a draft may see the target's states, and sees none of other prompts
         sessions = [engine._loop.session(name) for name in self._names]
         while not all(one.finished or one.request.is_decoding for one in sessions):
             self._num_tokens += len(self._step().tokens)
@@ -167,7 +170,7 @@ class Side:
     def advance(self, until: int) -> Segment:
         """Step until the requests have `until` tokens on average, or have ended."""
         loop = self.engine._loop
-        loop.put_in_force(self.parts, self.engine._builder.new_block_manager, 0.0)
+        self._in_force()
         loop.scheduler.running[:] = self._running
         captures = loop.captures
         tokens, whole, sizes, started = 0, True, [], time.perf_counter()
@@ -186,6 +189,9 @@ class Side:
         """Drop the requests."""
         for name in self._names:
             self.engine.forget(name)
+
+    def _in_force(self) -> None:
+        self.engine._loop.put_in_force(self.parts, self.engine._builder.new_block_manager, 0.0)
 
     def _step(self) -> StepEvent:
         event = self.engine.step()

@@ -66,7 +66,6 @@ def one_group(
     prompts = [kind.prompt(number) for number in numbers]
     params = [kind.params(number, length) for number in numbers]
     clock = Clocked(settings[1].speculation)
-    engine._loop.put_in_force(settings[0], engine._builder.new_block_manager, 0.0)  # prompts of both sides
     off, on = (Side(engine, p, prompts, params) for p in (settings[0], replace(settings[1], speculation=clock)))
     turns = Turns(off, on).run()
     found = Group(
@@ -220,8 +219,9 @@ def _records(options: argparse.Namespace) -> Iterator[Record]:
     if options.weights:
         extra["weight_format"] = options.weights
     with LLMEngine(
-        options.model, device=options.device, draft_model=options.draft_model, max_model_len=MAX_MODEL_LEN, **extra
-    ) as engine:
+        options.model, device=options.device, draft_model=options.draft_model, max_model_len=MAX_MODEL_LEN,
+        prefix_cache=False, **extra,  # one side would find the other's prompts, and a draft no states of them
+    ) as engine:  # fmt: skip
         if options.check:
             kinds = [text_kind(name) for name in places]
             yield from check(engine, kinds, options.drafter, options.tokens, conditions, SCRIPT)

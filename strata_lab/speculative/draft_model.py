@@ -6,13 +6,15 @@ again. It chooses with the request's own parameters, seed and positions: where t
 the same random number, so that two similar distributions agree far more often than two independent draws would.
 
 A long text that it has not seen is taken in over several steps (`CATCH_UP_TOKENS`), during which there are no guesses
-for it; where its blocks run out a request goes without.
+for it; where its blocks run out a request goes without. Where its pool has a prefix cache, the beginning of a text that
+another has left there is not taken in again: the next turn of a chat goes on where the last one ended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 
@@ -31,6 +33,8 @@ class Follower:
 
     computed: list[int] = field(default_factory=list)
     flying: bool = False  # the device drafts for it by itself
+    found: int = 0  # tokens of it that were in the prefix cache
+    sure: float = inf  # of the tokens in its cache, so many from the first are as others may find them
 
     def shared(self, token_ids: list[int]) -> int:
         """Tokens of the text that are in the cache; one is always left to be computed."""
@@ -87,7 +91,7 @@ class DraftModel:
             self.forget(request)
         budget, evidence, slices = CATCH_UP_TOKENS, [], []
         for request in requests:
-            follower = self._followers.setdefault(request, Follower())
+            follower = self._followers.get(request) or self._follow(request)
             if follower.flying:
                 evidence.append(1)
                 continue
@@ -161,7 +165,16 @@ class DraftModel:
     def _run(self, slices: Sequence[Slice]) -> torch.Tensor:
         return self.step(StepInputs.gather(slices, self.blocks.block_size, self.device))
 
+    def _follow(self, request: Request) -> Follower:
+        """Begin with a text, behind what the prefix cache has of it."""
+        found = self.blocks.attach(request.request_id, request.token_ids)
+        follower = self._followers[request] = Follower(request.token_ids[:found], found=found)
+        return follower
+
     def forget(self, request: Request) -> None:
-        """Free its blocks."""
-        if self._followers.pop(request, None) is not None:
+        """Free its blocks; others may find what is sure to be in them."""
+        self.land(request)
+        if (follower := self._followers.pop(request, None)) is not None:
+            known = min(follower.shared(request.token_ids), follower.sure)
+            self.blocks.commit(request.request_id, request.token_ids, int(known))
             self.blocks.free(request.request_id)

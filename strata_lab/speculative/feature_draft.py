@@ -2,8 +2,8 @@
 
 Whatever steps the target runs hand over their states (`hear`); what has not been taken in waits here, so many tokens of
 each request. Guesses behind the first go on from the draft's own states. When the target has verified them, their rows
-are computed again from its states. A row whose state nobody handed over (found in the prefix cache, computed by a step
-that is queued ahead) is made of the token alone.
+are computed again from its states. A row whose state nobody handed over (found in the target's prefix cache, computed
+by a step that is queued ahead) is made of the token alone, and nobody finds it in the draft's own prefix cache.
 """
 
 from __future__ import annotations
@@ -37,23 +37,34 @@ class States:
 
     def __init__(self) -> None:
         self._stretches: list[tuple[int, Tensor]] = []
+        self._num_states = 0
 
     def add(self, start: int, states: Tensor) -> None:
         """States of the positions from `start` on, [T, ...]."""
         self._stretches.append((start, states))
-        while len(self._stretches) > 1 and sum(len(s) for _, s in self._stretches) > MOST_STATES:
-            del self._stretches[0]
+        self._num_states += len(states)
+        while len(self._stretches) > 1 and self._num_states > MOST_STATES:
+            self._num_states -= len(self._stretches.pop(0)[1])
 
-    def put(self, rows: Tensor, start: int) -> None:
-        """Write those of the positions from `start` on into `rows` [T, ...], where there are any."""
+    def put(self, rows: Tensor, start: int, spared: int = -1) -> int:
+        """Write those of the positions from `start` on into `rows` [T, ...], where there are any.
+
+        Returns how many from the first on there are without a gap; that of position `spared` is not missed.
+        """
+        found = bytearray(len(rows))
+        if 0 <= spared - start < len(rows):
+            found[spared - start] = 1
         for first, states in self._stretches:
             begin, end = max(first, start), min(first + len(states), start + len(rows))
             if begin < end:
                 rows[begin - start : end - start] = states[begin - first : end - first]
+                found[begin - start : end - start] = b"\1" * (end - begin)
+        return len(rows) if (gap := found.find(0)) < 0 else gap
 
     def forget(self, end: int) -> None:
         """Let go of stretches that lie before `end`."""
         self._stretches = [(first, states) for first, states in self._stretches if first + len(states) > end]
+        self._num_states = sum(len(states) for _, states in self._stretches)
 
 
 class FeatureDraft(DraftModel):
@@ -132,7 +143,10 @@ class FeatureDraft(DraftModel):
         states = None
         if start < request.num_tokens:
             states = self.features.no_states(len(token_ids), self.features.num_seen)
-            self._heard.setdefault(request, States()).put(states, start - 1)
+            # The state before the first row behind a found beginning is nobody's: one row of a turn is worse for it.
+            known = self._heard.setdefault(request, States()).put(states, start - 1, follower.found - 1)
+            if known < len(token_ids):
+                follower.sure = min(follower.sure, start + known)
         return _StatedSlice(
             plain.token_ids, plain.start, plain.block_table, plain.num_rows, states=states, request=request
         )

@@ -18,6 +18,7 @@ from strata_lab.config import EngineConfig, Optimizations
 from strata_lab.device_sampling import GpuSampling
 from strata_lab.models.checkpoint import Checkpoint
 from strata_lab.models.draft_part import FEATURES, PROBE, DraftPart, state_mark
+from strata_lab.prefix_cache import PrefixCache
 from strata_lab.quant.base import LinearWeight
 from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import EagerStep, Runner, Step, StepInputs
@@ -155,7 +156,8 @@ def model_drafter(
     wish = Optimizations(kv_cache_dtype=kv_cache_dtype, cuda_graph=not sees)  # its steps of the host are few
     parts = builder.parts(builder.resolve(wish))
     runner = parts.runner.runner if isinstance(parts.runner, RunAhead) else parts.runner
-    blocks, inputs = BlockManager(parts.kv.num_blocks, runner.block_size), StepInputs.idle(1, 2, builder.device)
+    blocks = BlockManager(parts.kv.num_blocks, runner.block_size, PrefixCache(runner.block_size))
+    inputs = StepInputs.idle(1, 2, builder.device)
     plain = partial(runner.step, inputs)
     if part is None:
         return _timed(DraftModel(runner.step, blocks, builder.device, name), plain)

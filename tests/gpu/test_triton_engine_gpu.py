@@ -104,16 +104,16 @@ def test_requests_that_come_go_and_are_aborted_while_steps_are_queued_get_their_
 def test_what_the_engine_takes_stays_within_its_share_of_the_cards_memory() -> None:
     before = reserved()
     free, total = torch.cuda.mem_get_info()
-    share = (total - free) / total + 0.25
+    share = (total - free) / total + 0.2
     with LLMEngine(
-        "qwen3.8-flash-dense@0.3", device="cuda", weight_format="fp8", kv_cache_dtype="fp8",
-        gpu_memory_utilization=share, max_num_seqs=4096,  # all of whose texts would fill more than that
+        "qwen3.8-flash-dense@0.3", device="cuda", weight_format="fp8", kv_cache_dtype="bf16",
+        gpu_memory_utilization=share, max_num_seqs=1024,  # all of whose texts would fill more than that
     ) as engine:  # fmt: skip
         engine.generate(prompts(5), GREEDY)
         torch.cuda.empty_cache()
         taken = (torch.cuda.memory_reserved() - before) / total
-        assert taken <= 0.25
-        assert taken >= 0.20, "and the pool uses what there is"
+        assert taken <= 0.2
+        assert taken >= 0.16, "and the pool uses what there is"
 
 
 def test_experts_are_counted_inside_of_graphs_and_padding_is_not(tmp_path: Any) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from strata_lab.block_manager import BlockManager
 from strata_lab.engine import LLMEngine
+from strata_lab.prefix_cache import PrefixCache
 from strata_lab.request import Request
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.settings import ConfigError
@@ -116,6 +117,24 @@ def test_a_long_text_is_taken_in_over_several_steps() -> None:
     assert looks == [0, 1]
     assert max(len(ids) for ids, _ in d.step.computed) <= CATCH_UP_TOKENS
     assert d.draft([r], [2]) == [[3, 4]]
+
+
+def test_the_next_turn_of_a_chat_goes_on_behind_what_the_last_one_left() -> None:
+    d = DraftModel(FakeStep(), BlockManager(8, 8, PrefixCache(8)), torch.device("cpu"), "fake")
+    first = decoding(list(range(1, 17)))
+    d.look([first])
+    assert d.draft([first], [3]) == [[18, 19, 20]]
+    first.append(33, 0.0)  # no guess came true
+    d.forget(first)
+    second = decoding([*first.token_ids, 3, 4])
+    second.request_id = "second"
+    d.step.computed.clear()
+    d.look([second])
+    assert d.draft([second], [1]) == [[6]]
+    asked = [place for ids, places in d.step.computed for place in places]
+    assert asked == [*range(16, 21)], "two full blocks are found, and nothing that was guessed"
+    d.forget(second)
+    assert d.blocks.num_used == 0
 
 
 def test_a_request_without_blocks_goes_without_guesses() -> None:

@@ -185,6 +185,24 @@ def test_the_engine_guesses_what_the_trainer_reckons(trained: Trained, target: P
     assert 1 + stats.num_accepted_tokens / windows == pytest.approx(measured.tokens_per_step[2], rel=0.06)
 
 
+def test_the_next_turn_is_guessed_as_well_as_if_nothing_of_it_were_found(trained: Trained, target: Path) -> None:
+    """The target finds the last turn in its prefix cache, so that nobody computes its states; the draft has its own."""
+    accepted: dict[bool, int] = {}
+    for found in (False, True):
+        options = {"device": "cpu", "block_size": 8, "max_model_len": 128, "prefix_cache": found}
+        with LLMEngine(
+            target, draft_model=str(trained.folder), speculative="draft", num_draft_tokens=3, **options
+        ) as e:
+            drafter = always(e)
+            first = e.generate(prompts(32), PARAMS[0])
+            before = e.stats().num_accepted_tokens
+            e.generate([[*o.prompt_token_ids, *o.token_ids, 5, 6, 7] for o in first], PARAMS[0])
+            accepted[found] = e.stats().num_accepted_tokens - before
+            assert (e.stats().prefix_hit_tokens > 0) == found
+            assert drafter.blocks.num_hit_tokens > 32 * 16, "with the guesses that came true"
+    assert accepted[True] >= 0.9 * accepted[False] > 20
+
+
 def test_a_draft_for_another_target_of_the_same_width_is_refused(trained: Trained, tmp_path: Path) -> None:
     other, _ = write_checkpoint(tmp_path / "other", "llama", seed=7)
     with pytest.raises(ConfigError, match="sees the states"):
@@ -208,11 +226,12 @@ def test_states_are_found_again_and_old_ones_are_let_go() -> None:
     states.add(0, torch.ones(4, 2))
     states.add(6, torch.full((3, 2), 2.0))
     rows = torch.zeros(9, 2)
-    states.put(rows, -1)
+    assert states.put(rows, -1) == 5, "before the first position there is none, and none is missed"
     assert rows[:, 0].tolist() == [0, 1, 1, 1, 1, 0, 0, 2, 2]
     states.forget(4)
     rows.zero_()
-    states.put(rows, 0)
+    assert states.put(rows, 0) == 0
+    assert states.put(rows[5:], 5) == 0 and states.put(rows[5:], 5, 5) == 4, "one is spared"
     assert rows[:, 0].tolist() == [0, 0, 0, 0, 0, 0, 2, 2, 2]
     states.add(9, torch.full((MOST_STATES, 2), 3.0))
     rows.zero_()

@@ -14,7 +14,7 @@ from strata_lab.models.hub import find_model
 from strata_lab.models.loader import open_checkpoint
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.speculative.traffic import Text
-from strata_lab.speculative.train.lessons import TokenLesson
+from strata_lab.speculative.train.features import FeatureLesson, FeatureNetwork
 from strata_lab.speculative.train.measure import HeldOut
 from strata_lab.speculative.train.network import Teacher, read_network
 
@@ -64,7 +64,9 @@ def test_the_default_model_guesses_with_it_as_well_as_training_measures() -> Non
     network = read_network(draft, torch.device("cpu"), torch.float32)
     target = read_network(open_checkpoint(DEFAULT_MODEL), torch.device("cpu"), torch.float32)
     text = Text(plain.prompt_token_ids, plain.token_ids, 0.0)
-    expected = HeldOut(TokenLesson(Teacher(target, head)), [text], 256, torch.device("cpu")).measure(network)
+    expected = HeldOut(FeatureLesson(Teacher(target, head)), [text], 256, torch.device("cpu")).measure(
+        FeatureNetwork(network.config, network.tensors)
+    )
     found = len(plain.token_ids) / (stats.num_steps - before)
     assert found == pytest.approx(expected.tokens_per_step[2], rel=0.15)
     assert sum(stats.accepted_by_position) > 0

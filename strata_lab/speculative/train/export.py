@@ -103,7 +103,7 @@ def card(target: str, draft: Network, kind: str, facts: Mapping[str, Any]) -> st
 Guesses what {target} says next, for `speculative="draft"`. It is no model of its own: it reads the target's {reads}
 and knows {c.vocab_size:,} of its tokens. Texts are the target's, whatever it guesses.
 
-- Shape: {c.num_layers} layers of width {c.hidden_size} ({c.architecture}), a head over {c.vocab_size:,} tokens.
+- Shape: layers of width {c.hidden_size} ({c.architecture}): {c.num_layers}; a head over {c.vocab_size:,} tokens.
 - Learned from: {facts["tokens"]:,} tokens in {facts["texts"]:,} texts that {target} wrote
   ({facts["greedy"]:.0%} of them greedily), by distilling its probabilities; the vocabulary covers
   {facts["coverage"]:.2%} of the tokens of other texts.
