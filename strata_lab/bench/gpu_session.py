@@ -74,6 +74,7 @@ def stages(folder: Path, size: float, scale: float) -> list[Stage]:
     bench("stress", "stress", 150, "--device", "cuda", "--seconds", "60", "--results", out)
     pages = ("--part", "speed", "--device", "cuda", "--speed-length", "8000")  # the default model from here on
     bench("pages", "long_context", 200, *pages, "--results", out)
+    bench("cycles", "cycle_costs", 90, "--drafter", "ngram", "draft", "--kernels", "--results", out)
     for drafter in ("ngram", "draft"):
         guesses = ("--drafter", drafter, "--device", "cuda", "--weights", "bf16", "--batches", "1,4")
         kept = ("--place-s", "4", "--tokens", "256", "--limit-s", "330", "--name", "speculation_gpu", "--results", out)
