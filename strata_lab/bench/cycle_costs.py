@@ -5,9 +5,9 @@
 One greedy request decodes in an ordinary engine, first plainly and then with so many guesses in every step. `engine` is
 the time from one step's end to the next one's, `device` that of a bare replay of the same captured work at the same
 place of the text, `idle` of one whose rows all lie beyond the text and see nothing. Where `engine` is longer than
-`device`, the device waits for the host. Before a replay that is timed the device sleeps, and the launch is over when the
-clock starts. `--kernels` prints what the device ran in one replay; kernels that are launched early wait for the
-one before, and that counts as their own time there.
+`device`, the device waits for the host. Before a replay that is timed the device sleeps: the launch is over when the
+clock starts. `--kernels` prints what the device ran in one replay; kernels that are launched early wait for the one
+before, and that counts as their own time there.
 """
 
 from __future__ import annotations
