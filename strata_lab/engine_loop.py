@@ -176,7 +176,7 @@ class EngineLoop(Desk):
             tokens = self._commit(batch, result.tokens, times[2])
             ms = result.forward_ms if result.queued else (times[2] - times[0]) * 1e3
             ms_known = None if captured else ms
-            windows, change = self.parts.speculation.observe(batch, result.tokens.counts, ms_known)
+            windows, change = self.parts.speculation.observe(batch, result.tokens.counts, ms_known, result.began)
             event = self._accounts.book(batch, tokens, result, times, self.parts, self.scheduler, windows)
             if change is not None:
                 self.events.append(change)

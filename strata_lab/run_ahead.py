@@ -144,12 +144,14 @@ class RunAhead:
             batch.drop_drafts()
         else:
             self._extend(flight, batch)
+        began = flight.popped < flight.graph.steps  # all of a unit have the same time
         tokens, step_ms = self._pop(flight, batch)
         if min(tokens) < 0:  # no best logit, or a draw outside of the head: the host decides and knows the reason
             self._flight = None
             return self.runner.run(batch)
         nothing: list[None] = [None] * len(tokens)
-        return StepResult(SampledTokens(tokens, list(nothing), list(nothing)), step_ms, 0.0, queued=True)
+        sampled = SampledTokens(tokens, list(nothing), list(nothing))
+        return StepResult(sampled, step_ms, 0.0, queued=True, began=began)
 
     def settle(self) -> None:
         """Wait for all queued steps and forget them."""

@@ -123,10 +123,10 @@ class Clocked:
         self.inner.prepare(running)
         self.ms.append(_ms_since(started))
 
-    def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float | None) -> Any:
+    def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float | None, began: bool) -> Any:
         """After a step."""
         started = time.perf_counter()
-        observed = self.inner.observe(batch, counts, ms)
+        observed = self.inner.observe(batch, counts, ms, began)
         self.ms[-1] += _ms_since(started)
         if batch.num_prefill_tokens:
             self.ms.pop()

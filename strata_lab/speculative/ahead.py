@@ -58,6 +58,7 @@ class _Flight:
         last: slots that each row can ever fill.
         known: blocks of each row that the device knows, of the target's pool and of the draft model's.
         started: event before the next unit.
+        began: nothing of it was handed out yet.
     """
 
     captured: Captured
@@ -69,6 +70,7 @@ class _Flight:
     last: list[int]
     known: list[tuple[int, int]]
     started: Any
+    began: bool = True
     units: deque[_Unit] = field(default_factory=deque)
 
 
@@ -192,6 +194,7 @@ class DraftAhead:
         unit.done.synchronize()  # SYNC: tokens and drafts to the host
         fed, sampled = unit.report.tolist()
         step_ms, flight.started = flight.started.elapsed_time(unit.done), unit.done
+        began, flight.began = flight.began, False
         kept = [self._kept(flight, row, unit.num_drafts, fed, sampled) for row in range(len(flight.requests))]
         flight.start = [start + len(tokens) for start, (tokens, _) in zip(flight.start, kept, strict=True)]
         token_ids: list[int] = []
@@ -205,7 +208,7 @@ class DraftAhead:
             counts.append(len(tokens))
         nothing: list[None] = [None] * len(token_ids)
         tokens_of = SampledTokens(token_ids, list(nothing), list(nothing), counts)
-        return StepResult(tokens_of, step_ms, 0.0, queued=True)
+        return StepResult(tokens_of, step_ms, 0.0, queued=True, began=began)
 
     def _kept(
         self, flight: _Flight, row: int, num_drafts: int, fed: list[list[int]], sampled: list[list[int]]

@@ -9,6 +9,10 @@ Estimates may be wrong, so the outcome is held against the clock: where steps wi
 would have been, drafting stops for that batch size, for a while that doubles each time, and is tried again (hysteresis:
 `OFF_BELOW` and `ON_ABOVE`). Where not even guesses that nearly all come true would pay, nobody is asked for any: such a
 batch costs what it costs without speculation. It never decides what is right, only what is tried.
+
+Where steps are queued ahead of the host, going from plain steps to those with drafts, or back, leaves the device
+without work for a while. What that takes is measured (`switch_ms`) and shared among the steps that follow
+(`SWITCH_STEPS`), so that nobody goes back and forth with a text that invites guesses in every other step.
 """
 
 from __future__ import annotations
@@ -30,6 +34,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 64, 4096  # steps
 REFRESH_STEPS = 96  # a plain step after so many with drafts, to know what it costs now
 TOLD_STEPS = 64  # between two looks at which kinds of text get guesses
 PAUSE = 4.0  # times what is expected: a step that took longer stood still for another reason, and is judged as this
+SWITCH_STEPS = 8  # that a change between plain steps and those with drafts has to pay for itself in
+SWITCH_SHARE = 0.2  # of what the latest one took in the average of one
+REFRESH_COST = 0.005  # of the time of steps with drafts, that plain ones may take which only tell what they cost
 HOPE = 0.95  # of guesses that come true in the best of texts
 HOPE_STEPS = 64  # for which it is believed that there is, or is no, hope at a batch size: costs change slowly
 
@@ -85,6 +92,7 @@ class DraftPolicy:
         self._latest = self._trial(1)
         self._hopes: dict[int, tuple[float, int]] = {}  # requests to best gain, and steps until it is computed again
         self._since_plain = self._since_told = 0
+        self.switch_ms = 0.0  # what going from plain steps to those with drafts, or back, adds to a step
         self._told: tuple[Any, ...] = ("on",)
 
     # -- before a step --------------------------------------------------------------------------------------------
@@ -100,7 +108,8 @@ class DraftPolicy:
             trial.reason = f"no step that verifies guesses is known to pay with {_requests(num_requests)}"
             return True
         trial.state = "on"
-        return self._since_plain >= REFRESH_STEPS
+        twice = 2 * self.switch_ms / (REFRESH_COST * self.costs.plain_ms(num_requests))
+        return self._since_plain >= max(REFRESH_STEPS, twice)
 
     def _hope(self, num_requests: int) -> float:
         """How much faster steps could be with the best of guesses."""
@@ -125,15 +134,21 @@ class DraftPolicy:
             0 if not seen else min(self.most, UNSURE_DRAFTS) if kind.is_unsure(i) else self.most
             for kind, seen, i in zip(kinds, evidence, request_ids, strict=True)
         ]
-        counts = self._best(chances, caps, num_requests)
+        counts = self._best(chances, caps, num_requests, self.switch_ms / SWITCH_STEPS)
         for kind, seen, count, i in zip(kinds, evidence, counts, request_ids, strict=True):
             if seen and not count:
                 kind.skip(i)
         return counts
 
-    def _best(self, chances: Sequence[tuple[float, float]], caps: Sequence[int], num_requests: int) -> list[int]:
-        """As many guesses of each as make tokens per millisecond the highest."""
-        best_rate, best = num_requests / self.costs.plain_ms(num_requests) * MARGIN, 0
+    def _best(
+        self, chances: Sequence[tuple[float, float]], caps: Sequence[int], num_requests: int, switch_ms: float = 0.0
+    ) -> list[int]:
+        """As many guesses of each as make tokens per millisecond the highest; a step of the other kind than the last
+        one takes `switch_ms` longer.
+        """
+        going_on = self._since_plain > 0
+        to_plain_ms, to_drafts_ms = (switch_ms, 0.0) if going_on else (0.0, switch_ms)
+        best_rate, best = num_requests / (self.costs.plain_ms(num_requests) + to_plain_ms) * MARGIN, 0
         heap = [(-first, i) for i, (first, _) in enumerate(chances) if caps[i]]
         heapq.heapify(heap)
         taken: list[int] = []
@@ -145,6 +160,7 @@ class DraftPolicy:
             taken.append(i)
             tokens -= worth
             ms = self.costs.window_ms(num_requests + len(taken)) + self.draft_ms(max(counts[i], counts[taken[0]]))
+            ms += to_drafts_ms
             if tokens / ms > best_rate:
                 best_rate, best = tokens / ms, len(taken)
             if counts[i] < caps[i]:
@@ -163,8 +179,9 @@ class DraftPolicy:
         kind.add(request_id, drafted, accepted)
 
     def observe(
-        self, num_requests: int, num_drafts: int, num_accepted: int, ms: float | None, draft_ms: float = 0.0
-    ) -> bool:
+        self, num_requests: int, num_drafts: int, num_accepted: int, ms: float | None, draft_ms: float = 0.0,
+        began: bool = False,
+    ) -> bool:  # fmt: skip
         """A step of decodes was made; whether there is news: of `state`, or of which kinds of text get guesses.
 
         Args:
@@ -172,20 +189,34 @@ class DraftPolicy:
             num_drafts, num_accepted: of all of them.
             ms: what it took; None where that tells nothing of such steps.
             draft_ms: the part of it in which the drafter guessed (`DraftPolicy.draft_ms` tells of that).
+            began: nothing was queued before it, so that `ms` has in it what a change of kind takes.
         """
+        changed_back = self._since_plain > 0 and not num_drafts
         self._since_plain = self._since_plain + 1 if num_drafts else 0
         if ms is not None:
             num_tokens = num_requests + num_drafts
             if num_drafts:
                 most_ms = PAUSE * (self.costs.window_ms(num_tokens) + draft_ms)
                 self._judge(self._trial(num_requests), num_requests, num_accepted, min(ms, most_ms))
-            self.costs.observe(num_tokens, num_drafts > 0, ms - draft_ms)
+            if began:
+                self._began(num_requests, num_tokens, ms, changed_back)
+            else:
+                self.costs.observe(num_tokens, num_drafts > 0, ms - draft_ms)
         self._since_told += 1
         if self.state == self._told[0] and self._since_told < TOLD_STEPS:
             return False
         before, self._since_told = self._told, 0
         self._told = self.state, *(guesses > 0 for _, _, _, guesses in self.kinds(num_requests))
         return self._told != before
+
+    def _began(self, num_requests: int, num_tokens: int, ms: float, changed_back: bool) -> None:
+        """A step with nothing queued before it took `ms`: what is more than such steps take is the change's."""
+        drafts = num_tokens > num_requests
+        expected_ms = self.costs.window_ms(num_tokens) if drafts else self.costs.plain_ms(num_requests)
+        extra_ms = min(max(0.0, ms - expected_ms), PAUSE * expected_ms)
+        self.switch_ms += SWITCH_SHARE * (extra_ms - self.switch_ms)
+        if changed_back:  # plain decoding would not have had it
+            self._trial(num_requests).spent_ms += extra_ms
 
     @property
     def state(self) -> str:

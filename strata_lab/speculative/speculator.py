@@ -51,7 +51,7 @@ class Speculation(Protocol):
         """
         ...
 
-    def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float | None) -> Observed:
+    def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float | None, began: bool) -> Observed:
         """After a step has been committed: what became of its drafts, and a change of state if there is one.
 
         Args:
@@ -59,6 +59,7 @@ class Speculation(Protocol):
             counts: tokens per item that samples (`SampledTokens.counts`).
             ms: from before `prepare` until the tokens were there; of a step that was queued, what it took of the
                 device's time. None where something was captured in it: that tells nothing of the next such step.
+            began: as of `StepResult`.
         """
         ...
 
@@ -80,7 +81,7 @@ class NoSpeculation:
     def hear(self, batch: ScheduledBatch, result: Any, /) -> None:
         """Nothing to hear."""
 
-    def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float | None) -> Observed:
+    def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float | None, began: bool) -> Observed:
         """Nothing to learn."""
         return (), None
 
@@ -172,7 +173,7 @@ class Speculator:
             request.draft_token_ids = tokens
             self._evidence[request] = seen
 
-    def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float | None) -> Observed:
+    def observe(self, batch: ScheduledBatch, counts: Sequence[int] | None, ms: float | None, began: bool) -> Observed:
         """Learn from a step."""
         windows, num_accepted = self._windows(batch, counts) if batch.num_draft_tokens else ([], 0)
         for item in batch.items:
@@ -180,7 +181,7 @@ class Speculator:
                 self._forget(item.request)
         if self.policy is not None and batch.num_decode_tokens and not batch.num_prefill_tokens:
             n = batch.num_decode_tokens
-            if self.policy.observe(n, batch.num_draft_tokens, num_accepted, ms, self._drafted_ms):
+            if self.policy.observe(n, batch.num_draft_tokens, num_accepted, ms, self._drafted_ms, began):
                 kinds = self.policy.kinds(n)
                 return tuple(windows), SpeculationEvent(time.perf_counter(), self.drafter.name, *self.status, kinds)
         return tuple(windows), None

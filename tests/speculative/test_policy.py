@@ -327,3 +327,35 @@ def test_looking_in_vain_takes_a_hundredth_of_the_time_at_most() -> None:
         for _ in range(400):
             s.prepare(lambda: [request])
         assert most / 1.5 < drafter.looks <= most, look_ms
+
+
+def changes(p: DraftPolicy, kinds: list[int], switch_ms: float) -> int:
+    """Steps whose evidence is as given, with guesses as planned; how often steps of the other kind followed."""
+    drafting, count = False, 0
+    for evidence in kinds:
+        (guesses,) = p.plan(["a"], [evidence], 1)
+        ms = p.costs.window_ms(1 + guesses) if guesses else p.costs.plain_ms(1)
+        began, drafting = (guesses > 0) != drafting, guesses > 0
+        count += began
+        p.observe(1, guesses, 0, ms + switch_ms * began, began=began)
+    return count
+
+
+def test_where_changes_take_long_nobody_goes_back_and_forth() -> None:
+    kinds = [20, 1] * 40  # a long copy, and nothing to go by, in turns
+    swift, slow = policy(base=10.0, per_token=0.3), policy(base=10.0, per_token=0.3)
+    for p in (swift, slow):
+        settle(p, 0.9)
+        settle(p, 0.02, evidence=1)
+    assert changes(swift, kinds, 0.0) > 60
+    assert changes(slow, kinds, 8.0) < 20, "until it is known what a change takes"
+    assert slow.switch_ms == pytest.approx(8.0, rel=0.35)
+    assert (slow.costs.plain_ms(1), slow.costs.window_ms(9)) == pytest.approx((10.3, 12.7)), "steps cost what they did"
+
+
+def test_plain_steps_that_only_tell_their_cost_are_rarer_where_a_change_takes_long() -> None:
+    p = policy(base=10.0, per_token=0.3)
+    p.switch_ms = 10.0
+    assert run(p, 2 * REFRESH_STEPS, 4, p.costs.window_ms(5)) == 2 * REFRESH_STEPS
+    p.switch_ms = 0.0
+    assert run(p, 2 * REFRESH_STEPS, 4, p.costs.window_ms(5)) < 2 * REFRESH_STEPS
