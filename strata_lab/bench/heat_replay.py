@@ -27,6 +27,7 @@ SCRIPT = "python -m strata_lab.bench.heat_replay"
 COLUMNS = ("t_s", "output_tok_s", *KEPT)
 LOADED_SHARE = 0.5  # of the usual rate: an interval with less had a pause in it
 PLATEAU_S = 10.0
+FEWEST = 4  # readings for a curve of three unknowns
 TAUS_S = [0.1 * 1.02**i for i in range(340)]  # 0.1 to 82 s
 
 
@@ -66,7 +67,7 @@ def read_recording(path: Path | str | None = None) -> Recording:
 
     Raises:
         ValueError: there is no such file, it is no results file, it has not exactly one trace, or a column is missing,
-            has another length, or runs back in time.
+            has another length, lacks a core's temperature, or runs back in time.
     """
     file = Path(path) if path is not None else results_path("heat_trace_gpu")
     if not file.is_file():
@@ -95,6 +96,10 @@ def _check(metrics: Any, file: Path) -> None:
     lengths = {name: len(metrics[name]) for name in COLUMNS}
     if len(set(lengths.values())) != 1 or not lengths["t_s"]:
         raise ValueError(f"{file} has columns of {lengths} readings; all need the same number, at least 1")
+    if None in metrics["core_c"]:
+        raise ValueError(
+            f"{file} has readings without core_c, by which nothing can be governed; {RECORDER} writes none"
+        )
     for i, (before, after) in enumerate(pairwise(metrics["t_s"]), 1):
         if after <= before:
             raise ValueError(f"{file}: reading {i} is of {after:g} s, behind one of {before:g} s; times have to rise")
@@ -179,6 +184,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     readings = with_limits(recording.readings, given.core_limit, given.memory_limit)
     for sensor in LAG_S:
+        if any(getattr(r, f"{sensor}_c") is None for r in readings):
+            sys.stdout.write(f"{sensor}: not told in every reading\n")
+            continue
         sys.stdout.write(_sensor_lines(readings, sensor, first, last))
     rates = recording.output_tok_s[first : last + 1]
     fifth = max(1, len(rates) // 5)
@@ -188,7 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for policy in ("pace", "shrink", "precise"):
         decisions = replay(readings, policy, given.seats)
         idle, seats = max(d.idle_share for d in decisions), min(d.seats for d in decisions)
-        nearest = max(d.predicted_c - d.target_c for d in decisions if d.predicted_c and d.target_c)
+        nearest = max(
+            d.predicted_c - d.target_c for d in decisions if d.predicted_c is not None and d.target_c is not None
+        )
         sys.stdout.write(f"{policy}: at most {idle:.1%} idle, at least {seats} seats; {nearest:+.1f} C to the target\n")
     return 0
 
@@ -197,6 +207,8 @@ def _sensor_lines(readings: Sequence[HardwareEvent], sensor: str, first: int, la
     """What a trace shows of a sensor, given the first and last reading under load."""
     lines = []
     for word, part in (("up", readings[max(0, first - 1) : last + 1]), ("down", readings[last:])):
+        if len(part) < FEWEST:
+            continue
         tau, off = time_constant_s(part, sensor)
         ends = (getattr(part[0], f"{sensor}_c"), getattr(part[-1], f"{sensor}_c"))
         reached = [reached_s(part, sensor, share) for share in (0.632, 0.95)]
