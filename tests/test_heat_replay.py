@@ -8,6 +8,7 @@ loop with a model.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,13 +29,15 @@ from strata_lab.bench.heat_replay import (
 )
 from strata_lab.bench.heat_trace import Trace
 from strata_lab.events import GovernorEvent, HardwareEvent
-from strata_lab.telemetry.governor import Governor
+from strata_lab.telemetry.governor import REPORTED_SHARE, Governor
 from strata_lab.telemetry.heat import LOOK_AHEAD_S, MAX_IDLE, MIN_SEATS, WINDOW_S, Decision
 
 SEATS = 8
 POLICIES = ("pace", "shrink", "precise")
 LOWERED = ({"memory_c": 52.0}, {"core_c": 46.0})  # limits that the recorded temperatures do reach
 SOON_S = 2.0
+SAMPLES = (slice(None), slice(0, None, 2), slice(1, None, 2))  # all readings, and every second one
+SEAT = 1 / (SEATS * (1 - MIN_SEATS))  # seats are whole: a hair more held back can cost one
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ def recording() -> Recording:
 
 def held(decision: Decision) -> float:
     """How much is held back: all pauses count 1, all seats that may be taken count 1."""
-    return decision.idle_share / MAX_IDLE + (SEATS - decision.seats) / (SEATS * (1 - MIN_SEATS))
+    return decision.idle_share / MAX_IDLE + (SEATS - decision.seats) * SEAT
 
 
 def turns(decisions: list[Decision]) -> int:
@@ -107,7 +110,7 @@ def governed(policy: str, readings: Any) -> tuple[list[GovernorEvent], list[int]
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_card_far_from_its_limits_is_left_alone(policy: str, recording: Recording) -> None:
-    for readings in (recording.readings, recording.readings[::2], recording.readings[1::2]):
+    for readings in (recording.readings[every] for every in SAMPLES):
         decisions = replay(readings, policy, SEATS)
         assert {(d.idle_share, d.seats, d.action) for d in decisions} == {(0.0, SEATS, "none")}
         events, asked = governed(policy, readings)
@@ -119,7 +122,7 @@ def test_a_card_far_from_its_limits_is_left_alone(policy: str, recording: Record
 
 @pytest.mark.parametrize("limits", LOWERED, ids=str)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("every", [slice(None), slice(0, None, 2), slice(1, None, 2)], ids=["all", "even", "odd"])
+@pytest.mark.parametrize("every", SAMPLES, ids=["all", "even", "odd"])
 def test_it_acts_before_the_limit_and_turns_no_oftener_than_the_load(
     policy: str, limits: dict[str, float], every: slice, recording: Recording
 ) -> None:
@@ -150,8 +153,20 @@ def test_a_forecast_that_was_too_high_is_taken_back_while_the_load_goes_on(polic
     readings = with_limits(recording.readings, memory_c=60.0)
     assert max(r.memory_c for r in readings) <= 60.0 - 8.0
     decisions = replay(readings, policy, SEATS)
-    assert max(map(held, decisions)) > 0.0 and turns(decisions) == 1
-    assert held(decisions[recording.load[1]]) == 0.0
+    most = max(map(held, decisions))
+    assert most > 0.0 and turns(decisions) == 1
+    assert held(decisions[recording.load[1]]) < 0.1 * most + SEAT and held(decisions[-1]) == 0.0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_readings_in_whole_degrees_do_not_make_it_flap(policy: str, recording: Recording) -> None:
+    """A target (53 C) just above what memory settles at (51 and 52 C by turns), so that forecasts fall on either side."""
+    begin, end = (recording.readings[i].t_s for i in recording.load)
+    for every in SAMPLES:
+        readings = with_limits(recording.readings, memory_c=55.0)[every]
+        decisions = replay(readings, policy, SEATS)
+        settled = [d for r, d in zip(readings, decisions, strict=True) if begin + WINDOW_S + SOON_S <= r.t_s <= end]
+        assert {d.predicted_c > d.target_c for d in settled} == {True, False} and turns(settled) == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -160,7 +175,7 @@ def test_the_governor_carries_out_what_the_controller_decides(policy: str, recor
     decisions = replay(readings, policy, SEATS)
     events, asked = governed(policy, readings)
     if policy == "pace":
-        assert asked == [] and max(e.idle_share for e in events) == MAX_IDLE
+        assert asked == [] and max(e.idle_share for e in events) > MAX_IDLE - REPORTED_SHARE
     else:
         assert min(asked) == min(d.seats for d in decisions) < SEATS
     assert {e.sensor for e in events if e.action in ("pace", "shrink")} == {"memory"}
@@ -196,11 +211,10 @@ def test_the_forecast_errs_upwards_while_a_card_heats_and_is_right_once_it_has(
 def test_half_the_readings_decide_the_same(policy: str, limits: dict[str, float], recording: Recording) -> None:
     readings = with_limits(recording.readings, **limits)
     whole = replay(readings, policy, SEATS)
-    seat = 1 / (SEATS * (1 - MIN_SEATS))
     for start in (0, 1):
         half = replay(readings[start::2], policy, SEATS)
-        assert max(map(held, half)) == pytest.approx(max(map(held, whole)), abs=0.05 + seat)
-        assert held(half[-1]) == pytest.approx(held(whole[-1]), abs=0.05 + seat)
+        assert max(map(held, half)) == pytest.approx(max(map(held, whole)), abs=0.1 + SEAT)
+        assert held(half[-1]) == pytest.approx(held(whole[-1]), abs=0.1 + SEAT)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -282,9 +296,9 @@ def test_a_wrong_file_is_refused_by_what_is_wrong(change: Any, told: str, tmp_pa
     change(records)
     path = tmp_path / "wrong.json"
     path.write_text(json.dumps(records), encoding="utf-8")
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(told)) as error:
         read_recording(path)
-    assert told in str(error.value) and str(path) in str(error.value)
+    assert str(path) in str(error.value)
 
 
 def test_no_file_and_no_json_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
