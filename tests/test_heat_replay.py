@@ -160,13 +160,16 @@ def test_a_forecast_that_was_too_high_is_taken_back_while_the_load_goes_on(polic
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_readings_in_whole_degrees_do_not_make_it_flap(policy: str, recording: Recording) -> None:
-    """A target (53 C) just above what memory settles at (51 and 52 C by turns), so that forecasts fall on either side."""
+    """A target (53 C) just above what memory settles at, 51 and 52 C by turns: forecasts fall on either side of it. What
+    is held back then moves less than would be reported.
+    """
     begin, end = (recording.readings[i].t_s for i in recording.load)
     for every in SAMPLES:
         readings = with_limits(recording.readings, memory_c=55.0)[every]
-        decisions = replay(readings, policy, SEATS)
-        settled = [d for r, d in zip(readings, decisions, strict=True) if begin + WINDOW_S + SOON_S <= r.t_s <= end]
-        assert {d.predicted_c > d.target_c for d in settled} == {True, False} and turns(settled) == 0
+        told = zip(readings, replay(readings, policy, SEATS), strict=True)
+        settled = [d for r, d in told if begin + WINDOW_S + SOON_S <= r.t_s <= end]
+        assert {d.predicted_c > d.target_c for d in settled} == {True, False}
+        assert max(map(held, settled)) - min(map(held, settled)) < REPORTED_SHARE
 
 
 @pytest.mark.parametrize("policy", POLICIES)
