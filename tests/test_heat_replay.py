@@ -160,8 +160,9 @@ def test_a_forecast_that_was_too_high_is_taken_back_while_the_load_goes_on(polic
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_readings_in_whole_degrees_do_not_make_it_flap(policy: str, recording: Recording) -> None:
-    """A target (53 C) just above what memory settles at, 51 and 52 C by turns: forecasts fall on either side of it. What
-    is held back then moves less than would be reported.
+    """A target (53 C) just above what memory settles at, 51 and 52 C by turns: forecasts fall on either side of it.
+
+    What is held back then moves less than would be reported.
     """
     begin, end = (recording.readings[i].t_s for i in recording.load)
     for every in SAMPLES:
@@ -329,6 +330,6 @@ def test_a_curve_is_found_again() -> None:
 
 def test_the_command_tells_what_the_card_would_have_been_held_to(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    assert "pace: at most 0.0% idle, at least 8 seats" in capsys.readouterr().out
+    assert "pace: at most 0.0% idle, 0.0% under load, at least 8 seats" in capsys.readouterr().out
     assert main(["--memory-limit", "52"]) == 0
-    assert "pace: at most 50.0% idle, at least 8 seats" in capsys.readouterr().out
+    assert "pace: at most 50.0% idle" in capsys.readouterr().out

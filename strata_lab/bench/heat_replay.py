@@ -114,8 +114,14 @@ def with_limits(
     readings: Sequence[HardwareEvent], core_c: float | None = None, memory_c: float | None = None
 ) -> list[HardwareEvent]:
     """The same temperatures on a card whose driver names other limits; None keeps the recorded one."""
-    given = {"core_limit_c": core_c, "memory_limit_c": memory_c}
-    return [replace(r, **{name: c for name, c in given.items() if c is not None}) for r in readings]
+    return [
+        replace(
+            reading,
+            core_limit_c=reading.core_limit_c if core_c is None else core_c,
+            memory_limit_c=reading.memory_limit_c if memory_c is None else memory_c,
+        )
+        for reading in readings
+    ]
 
 
 def replay(readings: Sequence[HardwareEvent], policy: str, seats: int) -> list[Decision]:
@@ -196,10 +202,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for policy in ("pace", "shrink", "precise"):
         decisions = replay(readings, policy, given.seats)
         idle, seats = max(d.idle_share for d in decisions), min(d.seats for d in decisions)
+        mean = statistics.fmean(d.idle_share for d in decisions[first : last + 1])
         nearest = max(
             d.predicted_c - d.target_c for d in decisions if d.predicted_c is not None and d.target_c is not None
         )
-        sys.stdout.write(f"{policy}: at most {idle:.1%} idle, at least {seats} seats; {nearest:+.1f} C to the target\n")
+        sys.stdout.write(f"{policy}: at most {idle:.1%} idle, {mean:.1%} under load, at least {seats} seats; ")
+        sys.stdout.write(f"forecast {nearest:+.1f} C from the target\n")
     return 0
 
 
