@@ -1,6 +1,7 @@
 """Laws of the thermal governor: it acts before the limit, costs nothing when off, and changes no token.
 
-Temperatures come from `thermal_model.ModelledCard`, which is a model, or are written by hand; none was recorded.
+Temperatures come from `thermal_model.ModelledCard`, which is a model, or are written by hand; `test_heat_replay.py` has
+the recorded ones.
 """
 
 from __future__ import annotations

@@ -112,6 +112,7 @@ class Controller:
         self.policy, self.seats = policy, seats
         self.relief = 0.0
         self._predictors = {name: Predictor(lag) for name, lag in LAG_S.items()}
+        self._told: dict[str, tuple[float, float, float]] = {}  # sensor: time, reading and prediction of its last word
         self._ceilings = {"core": math.inf, "memory": math.inf}  # learned from a card that slows down early
         self._crowd = 1  # most requests that ran since relief began
         self._last_s: float | None = None
@@ -137,15 +138,18 @@ class Controller:
     def _hottest(self, reading: HardwareEvent) -> tuple[str, float, float, float] | None:
         """The sensor nearest to its target: name, reading, prediction, target."""
         slowed = any(word.startswith("hot") for word in reading.throttle)
+        now = {"core": reading.core_c, "memory": reading.memory_c}
+        if all(value is None for value in now.values()):
+            return None
         found = []
-        for sensor, value in (("core", reading.core_c), ("memory", reading.memory_c)):
-            if value is None:
+        for sensor, said in now.items():
+            if said is not None:
+                self._told[sensor] = reading.t_s, said, self._predictors[sensor].predict(reading.t_s, said)
+            told_s, value, predicted = self._told.get(sensor, (-math.inf, 0.0, 0.0))
+            if told_s < reading.t_s - WINDOW_S:  # silent for less, it counts as it was: the cooler one lets nothing go
                 continue
-            predicted = self._predictors[sensor].predict(reading.t_s, value)
             target = min(limit_c(reading, sensor) - MARGIN_C, self._ceilings[sensor])
             found.append((sensor, value, predicted, target))
-        if not found:
-            return None
         nearest = max(found, key=lambda f: f[2] - f[3])
         if slowed and nearest[2] <= nearest[3]:  # it slows down for a heat that no sensor of ours shows: hold it lower
             sensor, value, predicted, _ = nearest
