@@ -558,13 +558,20 @@ def test_one_text_of_several_that_loops_is_enough() -> None:
 
 
 def test_a_round_is_three_runs_and_two_after_a_stage_that_was_taken_back(generous: None) -> None:
-    engine, said, lengths = Stub(speed), [], []
+    engine, said, measured = Stub(speed), [], []
     generate = engine.generate
-    engine.generate = lambda prompts, params: (lengths.append(params[0].max_tokens), generate(prompts, params))[1]
+
+    def seen(prompts: list[list[int]], params: list[Any]) -> list[RequestOutput]:
+        if params[0].max_tokens == 12:  # no warm-up
+            measured.append(engine.optimizations.as_dict())
+        return generate(prompts, params)
+
+    engine.generate = seen
     stages = [Stage("cuda_graph", True), Stage("prefix_cache", True), Stage("fused_kernels", True)]
     course = Course(single_stream(8, 12), None)
     found = by_stage(climb(engine, course=course, stages=stages, rounds=1, say=said.append))
-    assert lengths.count(12) == 3 + 3 + 2 + 3
+    assert len(measured) == 3 + 3 + 2 + 3
+    assert [m["fused_kernels"] for m in measured[-3:]] == [True, False, True], "the end is in force already"
     assert said == ["3 stages and a check of everything: at most 12 runs, 3 for each, and those that warm up"]
     one = "single stream"
     assert not found[one, "prefix_cache=on"]["conditions"]["kept"]
@@ -771,7 +778,13 @@ def test_a_graphics_card_is_warmed_up_with_all_of_the_workload_and_again_when_we
     rebuilt = ApplyReport({"weight_format": FieldResult("rebuilt", "int8")})
     engine.apply = lambda **changes: rebuilt
     found._switch({"weight_format": "int8"}, "several streams")
-    assert tokens == [16, 16, 4, 16]
+    assert tokens == [16, 16, 4, 4], "without captures nothing is lost with the weights"
+    engine.optimizations = engine.optimizations.replace({"cuda_graph": True})
+    uncaptured = engine.generate
+    engine.generate = lambda *a: (setattr(engine._loop, "captures", engine._loop.captures + 1), uncaptured(*a))[1]
+    for _ in range(2):
+        found._switch({"weight_format": "int8"}, "several streams")
+    assert tokens == [16, 16, 4, 4, 16, 16]
 
 
 def test_a_processor_gets_the_largest_scale_that_it_finishes_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,11 +35,14 @@ from strata_lab.bench.climb_plan import (
     article_course,
     best_of,
     check_article,
+    check_free,
     check_room,
     cold_starts,
     default_course,
     figure,
     fitting_scale,
+    how_much,
+    num_runs,
     plan,
     pool_blocks,
 )
@@ -99,17 +102,14 @@ class Climb:
         self._steps = self._step = 0
         self._last: tuple[tuple[str, Optimizations], Run] | None = None  # what was measured last
         self._warm: set[tuple[str, Optimizations]] = set()  # what ran since weights or pool were made
+        self._without_captures: set[tuple[str, Optimizations]] = set()  # what loses nothing with the weights
 
     def records(self) -> list[Record]:
         """Run the whole climb. Takes minutes; Ctrl+C stops it between two runs."""
         records = Records(self.engine.config.model, self.course, self.device)
         parts = self._parts()
-        self._steps = (sum(map(len, parts.values())) + 1) * (2 * self.rounds + 1)
-        num_stages = sum(map(len, parts.values()))
-        self.say(
-            f"{num_stages} stages and a check of everything: at most {self._steps} runs, "
-            f"{2 * self.rounds + 1} for each, and those that warm up"
-        )
+        self._steps = num_runs(sum(map(len, parts.values())), self.rounds)
+        self.say(how_much(sum(map(len, parts.values())), self.rounds))
         for i, (series, stages) in enumerate(parts.items()):
             with self._seats() if series == SEVERAL else nullcontext():
                 for stage in stages:
@@ -164,23 +164,25 @@ class Climb:
             stage.note = f"texts go round in circles ({stage.looping:.0%} of the tokens): no record, taken back"
 
     def _everything(self, series: str) -> None:
-        """A direct A/B/A of the end against the start, as a check on the product of the stages."""
+        """The start directly between two runs of the end, which needs no switch: a check on the stages' product."""
         best = self.engine.optimizations.as_dict()
         changed = [t for t in toggles() if t.kind in ("bool", "choice") and best[t.name] != t.off]
         if not changed:
             return
         on = {t.name: best[t.name] for t in changed}
-        _, b = self._compare(EVERYTHING, series, {t.name: t.off for t in changed}, on)
-        self._switch(on, series)
-        b.note = "all kept stages together, measured directly against the baseline"
-        self._flag_loops(b)
-        self.done.append(b)
+        end, start = self._compare(EVERYTHING, series, on, {t.name: t.off for t in changed})
+        end.speedup = 1 / start.speedup
+        end.note = "all kept stages together, measured directly against the baseline"
+        self._flag_loops(end)
+        self.done.append(end)
 
     def _compare(
         self, name: str, series: str, before: dict[str, Any], after: dict[str, Any]
     ) -> tuple[Measured, Measured]:
         """Both sides of one A/B/A; the engine is left with `before` in force."""
         sides = {"a": Measured(name, series, before), "b": Measured(name, series, after)}
+
+        in_force, begun = "a", False
 
         def switch(side: str) -> None:
             nonlocal in_force
@@ -189,8 +191,6 @@ class Climb:
             stats = self.engine.stats()
             sides[side].optimizations = self.engine.optimizations.as_dict()
             sides[side].stats = {"weight_gb": stats.weight_bytes / 1e9, "kv_pool_gb": stats.kv_bytes / 1e9}
-
-        in_force, begun = "a", False
 
         def measure() -> Run:
             nonlocal begun
@@ -222,13 +222,16 @@ class Climb:
             self._warm.clear()
         setting = (series, self.engine.optimizations)
         if wanted or setting not in self._warm:
+            captures = self.engine._loop.captures
             run(self.engine, self._warm_up(series, setting))
             self._warm.add(setting)
+            if self.engine._loop.captures == captures:
+                self._without_captures.add(setting)
 
     def _warm_up(self, series: str, setting: tuple[str, Optimizations]) -> Workload:
-        """A few tokens of every stream; all of the workload where a GPU captures each batch and length it meets."""
+        """A few tokens of every stream; all of the workload where a GPU compiles or captures what it meets."""
         workload = self.workloads[series]
-        if self.engine.device.type == "cuda" and setting not in self._warm:
+        if self.engine.device.type == "cuda" and setting not in self._warm | self._without_captures:
             return workload
         outputs = workload.output_tokens[: workload.concurrency]
         return replace(workload, output_tokens=tuple(min(n, WARM_UP_TOKENS) for n in outputs))
@@ -279,11 +282,7 @@ def climb(
     """
     from strata_lab.engine import LLMEngine
 
-    for t in toggles():
-        if t.kind in ("bool", "choice") and t.name in options:
-            raise ConfigError(
-                f"{t.name}={options[t.name]!r} cannot be fixed in a climb, which measures it; leave it out"
-            )
+    check_free(options)
     course = default_course(model, tokens, prompt_tokens, streams)
     if workload is not None:
         check_article(workload, scale)
@@ -294,7 +293,7 @@ def climb(
         options["num_kv_blocks"] = pool_blocks(course, options.get("block_size"))
     with LLMEngine(model, optimizations=Optimizations.none(), **options) as engine:
         if workload is not None and scale is None:
-            runs = (len(plan(engine.device.type)) + 1) * (2 * rounds + 1)
+            runs = num_runs(len(plan(engine.device.type)), rounds)
             course = article_course(model, workload, fitting_scale(engine, workload, runs))
         for each in course.workloads.values():
             check_room(engine, each)

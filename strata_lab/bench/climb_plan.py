@@ -8,7 +8,7 @@ too, because they are engines of their own. Nothing is switched here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,20 @@ def plan(device_type: str) -> list[Stage]:
     return sorted(named + derived, key=lambda stage: stage.several)
 
 
+def num_runs(num_stages: int, rounds: int) -> int:
+    """Most measured runs of stages and the check of everything: B `rounds` times, A on either side of each."""
+    return (num_stages + 1) * (2 * rounds + 1)
+
+
+def how_much(num_stages: int, rounds: int) -> str:
+    """A line for people about how much there is to do."""
+    most = num_runs(num_stages, rounds)
+    each = 2 * rounds + 1
+    return (
+        f"{num_stages} stages and a check of everything: at most {most} runs, {each} for each, and those that warm up"
+    )
+
+
 @dataclass(frozen=True)
 class Course:
     """What a climb is measured on.
@@ -117,6 +131,15 @@ def check_article(letter: str, scale: float | None) -> None:
         raise ConfigError(f"workload={letter!r} must be one of {', '.join(ARTICLE_WORKLOADS)}; try 'A'")
     if scale is not None and not SCALES[-1] <= scale <= 1.0:
         raise ConfigError(f"scale={scale:g} must be from {SCALES[-1]} to 1; try 0.125")
+
+
+def check_free(options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for an engine option that is a toggle which the climb itself sets."""
+    for t in toggles():
+        if t.kind in ("bool", "choice") and t.name in options:
+            raise ConfigError(
+                f"{t.name}={options[t.name]!r} cannot be fixed in a climb, which measures it; leave it out"
+            )
 
 
 def _script(model: str, *words: str) -> str:
