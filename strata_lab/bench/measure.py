@@ -17,7 +17,7 @@ from strata_lab.bench.workloads import Workload
 from strata_lab.events import StepEvent
 from strata_lab.request import RequestOutput
 from strata_lab.sampling_params import SamplingParams
-from strata_lab.speculative.loops import loop_start
+from strata_lab.speculative.loops import MIN_TOKENS, loop_start
 
 T = TypeVar("T")
 
@@ -46,8 +46,7 @@ class Run:
         read_bytes_s: bytes that those decode steps had to read, per second.
         step_bytes: bytes that one of them had to read, mean.
         prompt_tokens, output_tokens: longest prompt and output, as they came.
-        looping: share of the output tokens that come after their text began to go round in circles, 0 to 1; a text
-            shorter than `loops.MIN_TOKENS` cannot be told.
+        looping: share of the output tokens that come after their text began to go round in circles, 0 to 1.
         most_looping: that share of the text where it is largest.
     """
 
@@ -130,7 +129,7 @@ def summarize(steps: Sequence[StepEvent], outputs: Sequence[RequestOutput], star
     per_token = [o.tpot_ms for o in outputs if o.tpot_ms is not None]
     first = [o.ttft_ms for o in outputs if o.ttft_ms is not None]
     window = full_decode_steps(steps, concurrency)
-    looping = [len(o.token_ids) - loop_start(o.token_ids) for o in outputs]
+    looping = [_looping_tokens(o.token_ids) for o in outputs]
     elapsed = window[-1].t_s - window[0].t_s if len(window) > 1 else 0.0
     read = sum(s.bytes_moved for s in window[1:])
     produced = sum(len(s.tokens) for s in window[1:])
@@ -148,6 +147,12 @@ def summarize(steps: Sequence[StepEvent], outputs: Sequence[RequestOutput], star
         looping=sum(looping) / max(1, sum(len(o.token_ids) for o in outputs)),
         most_looping=max(n / max(1, len(o.token_ids)) for n, o in zip(looping, outputs, strict=True)),
     )
+
+
+def _looping_tokens(token_ids: Sequence[int]) -> int:
+    """Tokens behind the beginning of a loop; of a short text half must repeat, so that its greater part is found."""
+    least = min(MIN_TOKENS, len(token_ids) // 2)
+    return len(token_ids) - loop_start(token_ids, least) if least >= 3 else 0
 
 
 def full_decode_steps(steps: Sequence[StepEvent], concurrency: int) -> list[StepEvent]:
