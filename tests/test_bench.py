@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -302,7 +303,9 @@ def step_event(t_s: float, tokens: dict[str, int], prefill: int = 0, bytes_moved
 
 
 def output(request_id: str, tokens: int, ttft_ms: float, tpot_ms: float) -> RequestOutput:
-    return RequestOutput(request_id, "", (1,) * 10, "", (0,) * tokens, "length", ttft_ms=ttft_ms, tpot_ms=tpot_ms)
+    return RequestOutput(
+        request_id, "", (1,) * 10, "", tuple(range(tokens)), "length", ttft_ms=ttft_ms, tpot_ms=tpot_ms
+    )
 
 
 def test_decode_rate_counts_only_steps_in_which_everybody_decodes() -> None:
@@ -373,6 +376,7 @@ class Stub:
         self.config, self.device = SimpleNamespace(model="stub"), SimpleNamespace(type="cpu", __str__=lambda s: "cpu")
         self.tokenizer, self.model_config, self.events = None, SimpleNamespace(vocab_size=99), EventLog()
         self.clock, self.seats = time.perf_counter(), []
+        self._loop = SimpleNamespace(captures=0)
 
     def apply(self, **changes: Any) -> ApplyReport:
         (name,) = changes if len(changes) == 1 else [""]
@@ -479,6 +483,102 @@ def test_runs_of_the_same_setting_add_up_in_the_spread(generous: None) -> None:
     found = by_stage(climb(Stub(speed), rounds=2))
     runs = {stage: r["spread"]["runs"] for (series, stage), r in found.items() if series == "single stream"}
     assert (runs["baseline"], runs["cuda_graph=on"], runs["weight_format=int4"]) == (3, 2 + 3, 2)
+
+
+class Capturing(Stub):
+    """A card that captures while it meets a setting for the first `meetings` times, which makes it slow."""
+
+    def __init__(self, meetings: int) -> None:
+        super().__init__(lambda o: speed(o) / (10 if self.captures_now else 1))
+        self.device, self.meetings = SimpleNamespace(type="cuda", __str__=lambda s: "cpu"), meetings
+        self.met: list[Optimizations] = []
+        self.captures_now = False
+
+    def generate(self, prompts: list[list[int]], params: list[Any]) -> list[RequestOutput]:
+        self.met.append(self.optimizations)
+        self.captures_now = self.met.count(self.optimizations) <= self.meetings
+        self._loop.captures += self.captures_now
+        return super().generate(prompts, params)
+
+
+def climb_card(engine: Stub) -> dict[str, dict[str, Any]]:
+    one = Climb(engine, Course(single_stream(8, 12), None), stages=[Stage("fused_kernels", True)])
+    one.device = "cpu"  # of the records
+    return {r.conditions["stage"]: r.as_dict() for r in one.records()}
+
+
+def test_what_a_card_captures_is_never_in_a_figure(generous: None) -> None:
+    engine = Capturing(meetings=2)
+    found = climb_card(engine)
+    fused = found["fused_kernels=on"]
+    assert (fused["conditions"]["kept"], fused["note"]) == (True, "")
+    assert fused["metrics"]["speedup_vs_before"] == pytest.approx(1.1)
+    assert found["baseline"]["spread"]["min"] == pytest.approx(100), "no run of the second meeting is among them"
+    plain = Capturing(meetings=0)
+    climb_card(plain)
+    assert len(engine.met) == len(plain.met) + 2, "one more run for each setting, none for going back to it"
+
+
+def test_a_card_that_goes_on_capturing_is_said_so_and_the_climb_ends(generous: None) -> None:
+    found = climb_card(Capturing(meetings=10**6))
+    assert found["fused_kernels=on"]["note"].startswith("something was captured in 1 of the runs")
+    assert found["baseline"]["note"].startswith("everything off; something was captured in 2 of the runs")
+
+
+@pytest.mark.parametrize(("looping", "kept"), [(64, False), (34, False), (0, True)])
+def test_guesses_of_texts_that_go_round_in_circles_are_shown_and_taken_back(
+    generous: None, looping: int, kept: bool
+) -> None:
+    engine = Stub(lambda o: speed(o) * (3 if o.speculative == "ngram" else 1))
+    generate, text = engine.generate, (*range(64 - looping), *(7,) * looping)
+    engine.generate = lambda *a: [replace(o, token_ids=text) for o in generate(*a)]
+    stages = [Stage("cuda_graph", True), Stage("speculative", "ngram"), Stage("fused_kernels", True)]
+    records = climb(engine, course=Course(single_stream(8, 64), None), stages=stages)
+    found = {r["conditions"]["stage"]: r for r in records}
+    guesses, line = found["speculative=ngram"], climb_records.line(Record(**found["speculative=ngram"]))
+    assert guesses["metrics"]["speedup_vs_before"] == pytest.approx(3), "shown in any case"
+    assert guesses["metrics"]["looping_tokens"] == pytest.approx(looping / 64)
+    assert guesses["conditions"]["kept"] == kept
+    flag = f"texts go round in circles ({looping / 64:.0%} of the tokens): no record, taken back"
+    assert (guesses["note"], flag in line) == ("" if kept else flag, not kept)
+    assert found["cuda_graph=on"]["conditions"]["kept"], "other stages' speed does not depend on the texts"
+    assert "looping_tokens" not in found["cuda_graph=on"]["metrics"]
+    assert found["everything"]["metrics"]["speedup_vs_before"] == pytest.approx(2.2 * (3 if kept else 1))
+    page = html_page(records)
+    assert (page.count(flag) >= 2) == (not kept), "on the column and in the table"
+    assert ("speculative=ngram (taken back)" in page) == (not kept)
+
+
+def test_one_text_of_several_that_loops_is_enough() -> None:
+    outputs = [replace(output(f"r{n}", 64, 10, 5), token_ids=t) for n, t in enumerate(((7,) * 64, tuple(range(64))))]
+    seen = summarize([step_event(1.0, {"r0": 0, "r1": 0})], outputs, 0.0, 2)
+    assert (seen.looping, seen.most_looping) == (0.5, 1.0)
+    stage = climb_records.Measured("s", "several streams", {"speculative": "ngram"}, runs=[seen])
+    assert stage.guesses_loops
+    stage.optimizations = {"speculative": "none"}
+    assert not stage.guesses_loops
+
+
+def test_a_round_is_three_runs_and_two_after_a_stage_that_was_taken_back(generous: None) -> None:
+    engine, said, measured = Stub(speed), [], []
+    generate = engine.generate
+
+    def seen(prompts: list[list[int]], params: list[Any]) -> list[RequestOutput]:
+        if params[0].max_tokens == 12:  # no warm-up
+            measured.append(engine.optimizations.as_dict())
+        return generate(prompts, params)
+
+    engine.generate = seen
+    stages = [Stage("cuda_graph", True), Stage("prefix_cache", True), Stage("fused_kernels", True)]
+    course = Course(single_stream(8, 12), None)
+    found = by_stage(climb(engine, course=course, stages=stages, rounds=1, say=said.append))
+    assert len(measured) == 3 + 3 + 2 + 3
+    assert [m["fused_kernels"] for m in measured[-3:]] == [True, False, True], "the end is in force already"
+    assert said == ["3 stages and a check of everything: at most 12 runs, 3 for each, and those that warm up"]
+    one = "single stream"
+    assert not found[one, "prefix_cache=on"]["conditions"]["kept"]
+    assert found[one, "cuda_graph=on"]["spread"]["runs"] == 1 + 2 + 1, "the run that both stages use counts once"
+    assert found[one, "fused_kernels=on"]["metrics"]["speedup_vs_before"] == pytest.approx(1.1)
 
 
 def test_what_a_machine_cannot_do_is_a_record_without_figures(generous: None) -> None:
@@ -680,7 +780,13 @@ def test_a_graphics_card_is_warmed_up_with_all_of_the_workload_and_again_when_we
     rebuilt = ApplyReport({"weight_format": FieldResult("rebuilt", "int8")})
     engine.apply = lambda **changes: rebuilt
     found._switch({"weight_format": "int8"}, "several streams")
-    assert tokens == [16, 16, 4, 16]
+    assert tokens == [16, 16, 4, 4], "without captures nothing is lost with the weights"
+    engine.optimizations = engine.optimizations.replace({"cuda_graph": True})
+    uncaptured = engine.generate
+    engine.generate = lambda *a: (setattr(engine._loop, "captures", engine._loop.captures + 1), uncaptured(*a))[1]
+    for _ in range(2):
+        found._switch({"weight_format": "int8"}, "several streams")
+    assert tokens == [16, 16, 4, 4, 16, 16]
 
 
 def test_a_processor_gets_the_largest_scale_that_it_finishes_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,8 +307,9 @@ def test_climb_writes_a_table_a_page_and_records(tmp_path: Path, monkeypatch: py
 
     asked: dict[str, Any] = {}
 
-    def fake(model: str, *, progress: Any, stage_done: Any, **options: Any) -> list[Any]:
+    def fake(model: str, *, progress: Any, stage_done: Any, say: Any, **options: Any) -> list[Any]:
         asked.update(options, model=model)
+        say("at most 39 runs")
         progress("measuring", 0.5)
         conditions = {"model": model, "series": "single stream", "stage": "baseline", "kept": True, "batch": 1}
         sizes = {"prompt_tokens": 8, "output_tokens": 8, "weight_format": "bf16", "toggles": {}}
@@ -326,6 +327,7 @@ def test_climb_writes_a_table_a_page_and_records(tmp_path: Path, monkeypatch: py
     assert asked == {"model": "tiny", "tokens": 16, "prompt_tokens": 128, "streams": 4, "rounds": 2, "block_size": 8}
     assert "baseline" in result.stdout
     assert "12.5" in result.stdout
+    assert "at most 39 runs" in result.stderr
     assert "baseline" in result.stderr, "told as soon as it is measured"
     assert sorted(path.name for path in page.parent.iterdir()) == ["page.html", "page.json"]
     assert page.read_text().startswith("<!doctype html>")

@@ -4,7 +4,11 @@ Every stage is measured as A/B/A (before, after, before again) inside one engine
 of the machine cancels and the switch itself is exercised. Toggles that act on one request are measured with a single
 stream; toggles that act on a crowd (continuous batching) with several, and the two are never on one scale. A workload
 of the articles has one stream or several, so all its stages are of one series. A stage that loses in every run is shown
-and taken back, so the ladder goes on from the best so far.
+and taken back, so the ladder goes on from the best so far. So is one that guesses the tokens of texts which go round in
+circles: its figure is flagged and never part of the end.
+
+On a GPU a run in which something was captured is dropped and made anew. The last run of a stage that was taken back is
+of the setting in force, so it is the first A of the next stage.
 
 Nothing is projected here: a stage that this machine cannot do is a record without figures that says why.
 
@@ -31,17 +35,20 @@ from strata_lab.bench.climb_plan import (
     article_course,
     best_of,
     check_article,
+    check_free,
     check_room,
     cold_starts,
     default_course,
     figure,
     fitting_scale,
+    how_much,
+    num_runs,
     plan,
     pool_blocks,
 )
 from strata_lab.bench.climb_records import BASELINE, EVERYTHING, Measured, Records, Unfinished, median
 from strata_lab.bench.harness import Record, a_b_a, wait_until_quiet, write_results
-from strata_lab.bench.measure import Run, run
+from strata_lab.bench.measure import Run, run, settled_run
 from strata_lab.bench.workloads import ARTICLE_WORKLOADS, Workload
 from strata_lab.config import DEFAULT_MODEL, Optimizations, toggles
 from strata_lab.settings import ConfigError
@@ -52,6 +59,7 @@ QUIET_LIMIT_S = 5.0  # how long a stage waits for other programs to end; a deskt
 
 ProgressFn = Callable[[str, float], None]
 StageFn = Callable[[list[Record]], None]
+SayFn = Callable[[str], object]
 
 
 class _NoEffect(Exception):
@@ -70,6 +78,7 @@ class Climb:
         rounds: how often each stage is measured after; before is measured once more.
         progress: called with what is being measured and the fraction done.
         stage_done: called with all records so far after each stage.
+        say: called at the start with a line about how much there is to do.
     """
 
     def __init__(
@@ -81,21 +90,26 @@ class Climb:
         rounds: int = 1,
         progress: ProgressFn | None = None,
         stage_done: StageFn | None = None,
+        say: SayFn | None = None,
     ) -> None:
         self.engine, self.course, self.rounds = engine, course, rounds
         self.stages = plan(engine.device.type) if stages is None else stages
         self.workloads = course.workloads
         self.progress, self.stage_done = progress or (lambda task, fraction: None), stage_done
+        self.say = say or (lambda text: None)
         self.device = str(engine.device)
         self.done: list[Measured] = []
         self._steps = self._step = 0
+        self._last: tuple[tuple[str, Optimizations], Run] | None = None  # what was measured last
         self._warm: set[tuple[str, Optimizations]] = set()  # what ran since weights or pool were made
+        self._without_captures: set[tuple[str, Optimizations]] = set()  # what loses nothing with the weights
 
     def records(self) -> list[Record]:
         """Run the whole climb. Takes minutes; Ctrl+C stops it between two runs."""
         records = Records(self.engine.config.model, self.course, self.device)
         parts = self._parts()
-        self._steps = (sum(map(len, parts.values())) + 1) * (2 * self.rounds + 1)
+        self._steps = num_runs(sum(map(len, parts.values())), self.rounds)
+        self.say(how_much(sum(map(len, parts.values())), self.rounds))
         for i, (series, stages) in enumerate(parts.items()):
             with self._seats() if series == SEVERAL else nullcontext():
                 for stage in stages:
@@ -134,25 +148,33 @@ class Climb:
             place = next((i for i, m in enumerate(self.done) if m.series == series), len(self.done))
             self.done.insert(place, a)  # before stages that had no effect
         else:
-            previous.runs += a.runs
-        b.kept = max(figure(r, series) for r in b.runs) >= min(figure(r, series) for r in a.runs)
+            previous.runs += [r for r in a.runs if not any(r is known for known in previous.runs)]
+            previous.capturing += a.capturing
+        if max(figure(r, series) for r in b.runs) < min(figure(r, series) for r in a.runs):
+            b.kept, b.note = False, "slower in every run: taken back"
+        self._flag_loops(b)
         if b.kept:
             self._switch({stage.toggle: stage.value}, series)
-        else:
-            b.note = "slower in every run: taken back"
         self.done.append(b)
 
+    def _flag_loops(self, stage: Measured) -> None:
+        """Guesses of texts that repeat themselves are no record."""
+        if stage.guesses_loops:
+            stage.kept = False
+            stage.note = f"texts go round in circles ({stage.looping:.0%} of the tokens): no record, taken back"
+
     def _everything(self, series: str) -> None:
-        """A direct A/B/A of the end against the start, as a check on the product of the stages."""
+        """The start directly between two runs of the end, which needs no switch: a check on the stages' product."""
         best = self.engine.optimizations.as_dict()
         changed = [t for t in toggles() if t.kind in ("bool", "choice") and best[t.name] != t.off]
         if not changed:
             return
         on = {t.name: best[t.name] for t in changed}
-        _, b = self._compare(EVERYTHING, series, {t.name: t.off for t in changed}, on)
-        self._switch(on, series)
-        b.note = "all kept stages together, measured directly against the baseline"
-        self.done.append(b)
+        end, start = self._compare(EVERYTHING, series, on, {t.name: t.off for t in changed})
+        end.speedup = 1 / start.speedup
+        end.note = "all kept stages together, measured directly against the baseline"
+        self._flag_loops(end)
+        self.done.append(end)
 
     def _compare(
         self, name: str, series: str, before: dict[str, Any], after: dict[str, Any]
@@ -160,16 +182,28 @@ class Climb:
         """Both sides of one A/B/A; the engine is left with `before` in force."""
         sides = {"a": Measured(name, series, before), "b": Measured(name, series, after)}
 
+        in_force, begun = "a", False
+
         def switch(side: str) -> None:
+            nonlocal in_force
+            in_force = side
             self._switch(before if side == "a" else after, series)
             stats = self.engine.stats()
             sides[side].optimizations = self.engine.optimizations.as_dict()
             sides[side].stats = {"weight_gb": stats.weight_bytes / 1e9, "kv_pool_gb": stats.kv_bytes / 1e9}
 
         def measure() -> Run:
+            nonlocal begun
             self.progress(f"{series}: {name}", min(1.0, self._step / self._steps))
             self._step += 1
-            return run(self.engine, self.workloads[series])
+            first, begun = not begun, True
+            setting = (series, self.engine.optimizations)
+            if first and self._last is not None and self._last[0] == setting:
+                return self._last[1]
+            measured, settled = settled_run(self.engine, self.workloads[series])
+            sides[in_force].capturing += not settled
+            self._last = setting, measured
+            return measured
 
         wait_until_quiet(QUIET_LIMIT_S)
         sides["a"].runs, sides["b"].runs = a_b_a(switch, measure, self.rounds)
@@ -188,13 +222,16 @@ class Climb:
             self._warm.clear()
         setting = (series, self.engine.optimizations)
         if wanted or setting not in self._warm:
+            captures = self.engine._loop.captures
             run(self.engine, self._warm_up(series, setting))
             self._warm.add(setting)
+            if self.engine._loop.captures == captures:
+                self._without_captures.add(setting)
 
     def _warm_up(self, series: str, setting: tuple[str, Optimizations]) -> Workload:
-        """A few tokens of every stream; all of the workload where a GPU captures each batch and length it meets."""
+        """A few tokens of every stream; all of the workload where a GPU compiles or captures what it meets."""
         workload = self.workloads[series]
-        if self.engine.device.type == "cuda" and setting not in self._warm:
+        if self.engine.device.type == "cuda" and setting not in self._warm | self._without_captures:
             return workload
         outputs = workload.output_tokens[: workload.concurrency]
         return replace(workload, output_tokens=tuple(min(n, WARM_UP_TOKENS) for n in outputs))
@@ -221,6 +258,7 @@ def climb(
     cold: int | None = None,
     progress: ProgressFn | None = None,
     stage_done: StageFn | None = None,
+    say: SayFn | None = None,
     **options: Any,
 ) -> list[Record]:
     """Climb with one engine and return a record per stage, and one of the cold starts.
@@ -236,6 +274,7 @@ def climb(
         cold: new engines whose first run is measured after the climb; None is 3 for B and otherwise 0.
         progress: called with a task and a fraction.
         stage_done: called with all records so far after each stage (`climb_records.Unfinished`).
+        say: called at the start with a line about how much there is to do.
         **options: more engine options, for example `device` or `block_size`.
 
     Raises:
@@ -243,11 +282,7 @@ def climb(
     """
     from strata_lab.engine import LLMEngine
 
-    for t in toggles():
-        if t.kind in ("bool", "choice") and t.name in options:
-            raise ConfigError(
-                f"{t.name}={options[t.name]!r} cannot be fixed in a climb, which measures it; leave it out"
-            )
+    check_free(options)
     course = default_course(model, tokens, prompt_tokens, streams)
     if workload is not None:
         check_article(workload, scale)
@@ -258,11 +293,12 @@ def climb(
         options["num_kv_blocks"] = pool_blocks(course, options.get("block_size"))
     with LLMEngine(model, optimizations=Optimizations.none(), **options) as engine:
         if workload is not None and scale is None:
-            runs = (len(plan(engine.device.type)) + 1) * (2 * rounds + 1)
+            runs = num_runs(len(plan(engine.device.type)), rounds)
             course = article_course(model, workload, fitting_scale(engine, workload, runs))
         for each in course.workloads.values():
             check_room(engine, each)
-        records = Climb(engine, course, rounds=rounds, progress=progress, stage_done=stage_done).records()
+        whole = Climb(engine, course, rounds=rounds, progress=progress, stage_done=stage_done, say=say)
+        records = whole.records()
     count = cold if cold is not None else COLD_STARTS_B if workload == "B" else 0
     if count:
 
@@ -289,7 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     kept = Unfinished(options.results, _say)
     try:
-        records = climb(options.model, rounds=options.rounds, stage_done=kept, **chosen)
+        records = climb(options.model, rounds=options.rounds, stage_done=kept, say=_say, **chosen)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -8,12 +8,12 @@ too, because they are engines of their own. Nothing is switched here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from strata_lab.bench.harness import Environment, Record, Spread
-from strata_lab.bench.measure import Run, run
+from strata_lab.bench.measure import Run, run, settled_run
 from strata_lab.bench.workloads import ARTICLE_WORKLOADS, Workload, article, single_stream, uneven
 from strata_lab.config import DEFAULT_MODEL, EngineConfig, Optimizations, toggles
 from strata_lab.settings import ConfigError
@@ -63,6 +63,20 @@ def plan(device_type: str) -> list[Stage]:
     rest = [t for t in known.values() if t.kind in ("bool", "choice") and t.name not in (*dict(ORDER), *NOT_A_STAGE)]
     derived = [Stage(t.name, v) for t in rest for v in (t.choices[1:] or (True,))]
     return sorted(named + derived, key=lambda stage: stage.several)
+
+
+def num_runs(num_stages: int, rounds: int) -> int:
+    """Most measured runs of stages and the check of everything: B `rounds` times, A on either side of each."""
+    return (num_stages + 1) * (2 * rounds + 1)
+
+
+def how_much(num_stages: int, rounds: int) -> str:
+    """A line for people about how much there is to do."""
+    most = num_runs(num_stages, rounds)
+    each = 2 * rounds + 1
+    return (
+        f"{num_stages} stages and a check of everything: at most {most} runs, {each} for each, and those that warm up"
+    )
 
 
 @dataclass(frozen=True)
@@ -117,6 +131,15 @@ def check_article(letter: str, scale: float | None) -> None:
         raise ConfigError(f"workload={letter!r} must be one of {', '.join(ARTICLE_WORKLOADS)}; try 'A'")
     if scale is not None and not SCALES[-1] <= scale <= 1.0:
         raise ConfigError(f"scale={scale:g} must be from {SCALES[-1]} to 1; try 0.125")
+
+
+def check_free(options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for an engine option that is a toggle which the climb itself sets."""
+    for t in toggles():
+        if t.kind in ("bool", "choice") and t.name in options:
+            raise ConfigError(
+                f"{t.name}={options[t.name]!r} cannot be fixed in a climb, which measures it; leave it out"
+            )
 
 
 def _script(model: str, *words: str) -> str:
@@ -185,11 +208,16 @@ def figure(measured: Run, series: str) -> float:
     return measured.total_tok_s
 
 
+def capturing_note(runs: int) -> str:
+    """To be added to a note; empty for no runs."""
+    return f"; something was captured in {runs} of the runs, as in those before them" if runs else ""
+
+
 # -- cold starts ------------------------------------------------------------------------------------------------------
 
 
 def cold_starts(make: Callable[[], Any], course: Course, count: int) -> Record:
-    """Make an engine, run the workload twice and close it, `count` times.
+    """Make an engine, run the workload until nothing is captured, at least twice, and close it, `count` times.
 
     Args:
         make: a new engine with the settings to measure.
@@ -197,18 +225,20 @@ def cold_starts(make: Callable[[], Any], course: Course, count: int) -> Record:
         count: how often.
 
     Returns:
-        A record whose figure is the second run's, since the first run pays for captures.
+        A record whose figure is the last run's, since those before it pay for captures.
     """
     series, workload = next(iter(course.workloads.items()))
-    loads, firsts, seconds = [], [], []
+    loads, firsts, lasts, capturing = [], [], [], 0
     for _ in range(count):
         start_s = time.perf_counter()
         with make() as engine:
             loads.append(time.perf_counter() - start_s)
             firsts.append(run(engine, workload))
-            seconds.append(run(engine, workload))
+            last, settled = settled_run(engine, workload)
+            lasts.append(last)
+            capturing += not settled
             settings, model, device = engine.optimizations, engine.config.model, str(engine.device)
-    spread = Spread.of([figure(r, series) for r in seconds])
+    spread = Spread.of([figure(r, series) for r in lasts])
     first_ttft, load = Spread.of([r.ttft_ms for r in firsts]), Spread.of(loads)
     conditions = {
         "model": model, "weight_format": settings.weight_format, "kv_cache_dtype": settings.kv_cache_dtype,
@@ -221,11 +251,12 @@ def cold_starts(make: Callable[[], Any], course: Course, count: int) -> Record:
         "first_output_tok_s": Spread.of([figure(r, series) for r in firsts]).median,
         "first_ttft_ms": first_ttft.median,
         "first_ttft_ms_each": [r.ttft_ms for r in firsts],
-        "ttft_ms": Spread.of([r.ttft_ms for r in seconds]).median,
+        "ttft_ms": Spread.of([r.ttft_ms for r in lasts]).median,
         "load_s": load.median,
         "load_s_each": loads,
     }
     note = "each in a new engine of the same process, so compiled kernels and the checkpoint's pages are warm"
+    note += capturing_note(capturing)
     environment = Environment.now(device)
     name = f"climb/{course.letter}/cold_starts" if course.letter else "climb/cold_starts"
     return environment.record(

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from strata_lab.bench.climb_plan import SEVERAL, SINGLE, Course, figure
+from strata_lab.bench.climb_plan import SEVERAL, SINGLE, Course, capturing_note, figure
 from strata_lab.bench.harness import Environment, Record, Spread, check_mbu, write_results
 from strata_lab.bench.measure import Run
 from strata_lab.telemetry.bandwidth import Bandwidth, ceiling
 
 BASELINE, EVERYTHING = "baseline", "everything"
+LOOPING_SHARE = 0.5  # of a text's tokens: where more of one text loops, guessing it right is no gain
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Measured:
         speedup: over the setting before.
         kept: whether the climb goes on from here.
         note: why there are no figures, or what they are.
+        capturing: runs in which something was captured still, after as many as `settled_run` tries.
         stats: sizes of the engine's memory.
         top: the roofline's bandwidth, and with how many runs it was measured.
     """
@@ -43,8 +45,24 @@ class Measured:
     speedup: float = 1.0
     kept: bool = True
     note: str = ""
+    capturing: int = 0
     stats: dict[str, float] = field(default_factory=dict)
     top: tuple[Bandwidth, int] | None = None
+
+    @property
+    def guesses(self) -> bool:
+        """Whether tokens are guessed in this setting."""
+        return self.optimizations.get("speculative", "none") != "none"
+
+    @property
+    def looping(self) -> float:
+        """Share of the output tokens behind the beginning of a loop, in the run where it is largest; 0 to 1."""
+        return max((r.looping for r in self.runs), default=0.0)
+
+    @property
+    def guesses_loops(self) -> bool:
+        """Whether tokens are guessed, and those of a text that goes round in circles for its greater part."""
+        return self.guesses and any(r.most_looping > LOOPING_SHARE for r in self.runs)
 
 
 class Records:
@@ -90,7 +108,7 @@ class Records:
             conditions=conditions,
             metrics=self._metrics(m, baseline, done) if m.runs else {},
             spread=Spread.of(figures) if figures else None,
-            note=m.note,
+            note=(m.note + capturing_note(m.capturing)).removeprefix("; "),
         )
 
     def _metrics(self, m: Measured, baseline: Measured | None, done: Sequence[Measured]) -> dict[str, Any]:
@@ -104,6 +122,7 @@ class Records:
             "itl_p99_ms": middle.itl_p99_ms,
             "speedup_vs_before": m.speedup,
             "speedup_vs_baseline": median(m.runs, m.series) / median(baseline.runs, m.series) if baseline else 1.0,
+            **({"looping_tokens": m.looping} if m.guesses else {}),
             **({} if ratio is None else {"ratio_to_bf16": ratio}),
             **m.stats,
         }
@@ -184,4 +203,4 @@ def line(record: Record) -> str:
         return f"{head} not measured: {record.note}"
     speedup = f"  {m['speedup_vs_before']:.2f} x" if "speedup_vs_before" in m else ""
     share = f"  {m['mbu']:.0%} of roofline" if "mbu" in m else ""
-    return f"{head} {m['output_tok_s']:9.1f} tok/s{speedup}{share}{'' if c['kept'] else '  taken back'}"
+    return f"{head} {m['output_tok_s']:9.1f} tok/s{speedup}{share}{f'  ({record.note})' if record.note else ''}"

@@ -16,6 +16,7 @@ from strata_lab.bench.page import facts, page, section
 from strata_lab.bench.svg import Column, columns, number
 from strata_lab.config import toggles
 
+HATCHED = "Hatched: taken back, as the table's notes say (slower than the stage before, or guesses of texts that loop)."
 GHOST_LIMIT = 5  # times the tallest column up to which the roofline is drawn
 ARTICLE_HARDWARE = "RTX 4090 48 GB"
 # The source articles' climb, tok/s: their claim, with what each step switched on.
@@ -96,7 +97,7 @@ def html_page(records: Sequence[Rec]) -> str:
             section("One stream, prefill", note, columns("prefill", "tok/s", _columns(single, "prefill_tok_s")))
         )
     if several:
-        mix = "Not comparable with above." if single else "Hatched: lost against the stage before and was taken back."
+        mix = "Not comparable with above." if single else HATCHED
         note = f"{_conditions(several[0])}; all streams added up, prefill included. {mix}"
         chart = columns("total", "tok/s", _columns([r for r in several if not _is_check(r)]))
         body.append(section("Several streams, in total", note, chart))
@@ -130,10 +131,7 @@ def _single_note(single: Sequence[Rec]) -> str:
     dashed = "Dashed: what the memory allows at that stage's bytes per step (the roofline)."
     if not _roofline_fits(single):
         dashed = "The roofline is far above this chart; the table has the distance."
-    return (
-        f"{_conditions(single[0])}. Whiskers: slowest and fastest run. {dashed} Hatched: lost against the stage before "
-        "and was taken back."
-    )
+    return f"{_conditions(single[0])}. Whiskers: slowest and fastest run. {dashed} {HATCHED}"
 
 
 def _roofline_fits(rows: Sequence[Rec]) -> bool:
@@ -154,6 +152,7 @@ def _columns(rows: Sequence[Rec], metric: str = "output_tok_s", *, roofline: boo
         if value is not None and spread:
             detail += f", {spread['runs']} runs {number(spread['min'])} to {number(spread['max'])}"
             detail += f", {mbu:.0%} of the roofline" if mbu else ""
+            detail += "" if r["conditions"]["kept"] else f"; {r['note']}"
         made.append(
             Column(
                 label=label.replace("_", " "),
@@ -178,7 +177,7 @@ def _articles(single: Sequence[Rec]) -> str:
         if i < len(ours):
             m = ours[i]["metrics"]
             cells = [
-                ours[i]["conditions"]["stage"],
+                ours[i]["conditions"]["stage"] + ("" if ours[i]["conditions"]["kept"] else " (taken back)"),
                 f"{m['speedup_vs_before']:.2f}x",
                 f"{m['speedup_vs_baseline']:.2f}x",
             ]
@@ -248,6 +247,7 @@ def _table(rows: Sequence[Rec]) -> str:
 def _heads(rows: Sequence[Rec]) -> list[str]:
     single = rows[0]["conditions"]["series"] == SINGLE
     ratio = ["x bf16"] if any("ratio_to_bf16" in r["metrics"] for r in rows) else []
+    loops = ["% looping"] if any("looping_tokens" in r["metrics"] for r in rows) else []
     rate = ["decode tok/s", "spread"] if single else ["total tok/s", "spread"]
     roof = ["% roofline", "read GB/s", "prefill tok/s"] if single else ["tok/s per stream"]
     return [
@@ -261,6 +261,7 @@ def _heads(rows: Sequence[Rec]) -> list[str]:
         "TPOT ms",
         "ITL p99 ms",
         "weights GB",
+        *loops,
         "lossless",
         "note",
     ]
@@ -294,6 +295,7 @@ _CELLS = {
     "TTFT ms": ("ttft_ms", "{:.0f}"),
     "TPOT ms": ("tpot_ms", "{:.1f}"),
     "ITL p99 ms": ("itl_p99_ms", "{:.1f}"),
+    "% looping": ("looping_tokens", "{:.0%}"),
     "weights GB": ("weight_gb", "{:.3f}"),
 }
 

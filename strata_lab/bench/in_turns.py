@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from strata_lab.batch import ScheduledBatch
-from strata_lab.bench.measure import RunFailed
+from strata_lab.bench.measure import COUNTS_CAPTURES, RunFailed
 from strata_lab.events import StepEvent
 from strata_lab.intake import Prompt
 from strata_lab.request import Request, RequestOutput
@@ -26,9 +26,6 @@ from strata_lab.sampling_params import SamplingParams
 # Of each request in a segment. On a CPU as few as tell a step behind a step from one behind a pause. A card fills its
 # queue of steps anew after each change of sides and forgets what it has queued, so there a segment is a whole answer.
 SEGMENT_TOKENS = {"cpu": 2, "cuda": 256}
-# Whether a pair counts in which something was captured. A card compiles for seconds, once; on a CPU it takes little
-# longer than the step does, and what is seldom used is captured again: that is part of the cost.
-COUNTS_CAPTURES = {"cpu": True, "cuda": False}
 DISTURBED = 1.5  # times the median of segments of the same steps
 RESAMPLES = 1000
 CONFIDENCE = 0.95

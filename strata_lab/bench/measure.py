@@ -9,14 +9,22 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from strata_lab.bench.workloads import Workload
 from strata_lab.events import StepEvent
 from strata_lab.request import RequestOutput
 from strata_lab.sampling_params import SamplingParams
+from strata_lab.speculative.loops import MIN_TOKENS, loop_start
+
+T = TypeVar("T")
+
+# Whether a run counts in which something was captured. A card compiles for seconds, once; on a CPU it takes little
+# longer than the step does, and what is seldom used is captured again: that is part of the cost.
+COUNTS_CAPTURES = {"cpu": True, "cuda": False}
+MOST_RUNS = 4  # of a workload until one captures nothing; a prompt's shape is captured when it is met again
 
 
 class RunFailed(RuntimeError):
@@ -38,6 +46,8 @@ class Run:
         read_bytes_s: bytes that those decode steps had to read, per second.
         step_bytes: bytes that one of them had to read, mean.
         prompt_tokens, output_tokens: longest prompt and output, as they came.
+        looping: share of the output tokens that come after their text began to go round in circles, 0 to 1.
+        most_looping: that share of the text where it is largest.
     """
 
     decode_tok_s: float | None
@@ -50,6 +60,8 @@ class Run:
     step_bytes: float | None
     prompt_tokens: int
     output_tokens: int
+    looping: float = 0.0
+    most_looping: float = 0.0
 
 
 def run(engine: Any, workload: Workload) -> Run:
@@ -78,6 +90,27 @@ def run(engine: Any, workload: Workload) -> Run:
     return summarize(steps, outputs, start_s, min(workload.concurrency, len(prompts)))
 
 
+def until_none_captured(measure: Callable[[], T], captures: Callable[[], int], most: int) -> list[tuple[T, int]]:
+    """Measure again until nothing was captured meanwhile, at most `most` times; each result with what was captured."""
+    found: list[tuple[T, int]] = []
+    while len(found) < most and (not found or found[-1][1]):
+        before = captures()
+        result = measure()
+        found.append((result, captures() - before))
+    return found
+
+
+def settled_run(engine: Any, workload: Workload) -> tuple[Run, bool]:
+    """A run without captures in it, where they do not count (`COUNTS_CAPTURES`); those that had some are dropped.
+
+    Returns:
+        The last of at most `MOST_RUNS` runs, and whether it captured nothing that does not count.
+    """
+    most = 1 if COUNTS_CAPTURES[engine.device.type] else MOST_RUNS
+    last, captured = until_none_captured(lambda: run(engine, workload), lambda: engine._loop.captures, most)[-1]
+    return last, most == 1 or not captured
+
+
 def summarize(steps: Sequence[StepEvent], outputs: Sequence[RequestOutput], start_s: float, concurrency: int) -> Run:
     """Figures of a run.
 
@@ -96,6 +129,7 @@ def summarize(steps: Sequence[StepEvent], outputs: Sequence[RequestOutput], star
     per_token = [o.tpot_ms for o in outputs if o.tpot_ms is not None]
     first = [o.ttft_ms for o in outputs if o.ttft_ms is not None]
     window = full_decode_steps(steps, concurrency)
+    looping = [_looping_tokens(o.token_ids) for o in outputs]
     elapsed = window[-1].t_s - window[0].t_s if len(window) > 1 else 0.0
     read = sum(s.bytes_moved for s in window[1:])
     produced = sum(len(s.tokens) for s in window[1:])
@@ -110,7 +144,15 @@ def summarize(steps: Sequence[StepEvent], outputs: Sequence[RequestOutput], star
         step_bytes=read / (len(window) - 1) if elapsed else None,
         prompt_tokens=max(len(o.prompt_token_ids) for o in outputs),
         output_tokens=max(len(o.token_ids) for o in outputs),
+        looping=sum(looping) / max(1, sum(len(o.token_ids) for o in outputs)),
+        most_looping=max(n / max(1, len(o.token_ids)) for n, o in zip(looping, outputs, strict=True)),
     )
+
+
+def _looping_tokens(token_ids: Sequence[int]) -> int:
+    """Tokens behind the beginning of a loop; of a short text half must repeat, so that its greater part is found."""
+    least = min(MIN_TOKENS, len(token_ids) // 2)
+    return len(token_ids) - loop_start(token_ids, least) if least >= 3 else 0
 
 
 def full_decode_steps(steps: Sequence[StepEvent], concurrency: int) -> list[StepEvent]:

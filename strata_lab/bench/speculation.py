@@ -24,6 +24,7 @@ from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import cycle
 from typing import Any
 
 from strata_lab.bench.drafted_texts import NUM_REQUESTS, TEXT_KINDS, TextKind, text_kind
@@ -43,7 +44,7 @@ from strata_lab.bench.in_turns import (
     speed_ratio,
     undisturbed_pairs,
 )
-from strata_lab.bench.measure import RunFailed
+from strata_lab.bench.measure import RunFailed, until_none_captured
 from strata_lab.bench.speculation_check import CHECKED_BATCH, CHECKED_DRAFTS, CHECKED_TOKENS, check
 from strata_lab.bench.speculation_figures import Group, figures, verdict
 from strata_lab.bench.speculation_report import text_table, verdict_lines
@@ -127,12 +128,12 @@ def untaught(settings: tuple[Any, Any]) -> tuple[Any, Any]:
 
 def warm_up(engine: Any, kind: TextKind, groups: Sequence[tuple[list[int], int]], settings: tuple[Any, Any]) -> int:
     """Run groups, at most `WARM_UPS`, until one has captured nothing new; how many were run."""
-    for count in range(1, WARM_UPS + 1):
-        before = _captures(settings)
-        one_group(engine, kind, *groups[(count - 1) % len(groups)], settings)
-        if _captures(settings) == before:
-            break
-    return count
+    next_group = cycle(groups)
+
+    def group() -> Group:
+        return one_group(engine, kind, *next(next_group), settings)
+
+    return len(until_none_captured(group, partial(_captures, settings), WARM_UPS))
 
 
 def _captures(settings: tuple[Any, Any]) -> int:

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -243,11 +244,12 @@ def climb(
     from strata_lab.bench import climb_report
     from strata_lab.bench.climb_records import Unfinished
 
-    kept = Unfinished(target, lambda text: typer.echo(text, err=True))
+    say = partial(typer.echo, err=True)
+    kept = Unfinished(target, say)
     sizes = {"tokens": tokens, "prompt_tokens": prompt_tokens, "streams": streams, "rounds": rounds}
     chosen: dict[str, Any] = sizes | given({"workload": workload, "scale": scale, "cold": cold_starts})
     with bar() as progress:
-        records = climbing.climb(model, progress=progress, stage_done=kept, **chosen, **given(options))
+        records = climbing.climb(model, progress=progress, stage_done=kept, say=say, **chosen, **given(options))
     publish(records, html, target, climb_report, as_json)
     kept.end()
 
