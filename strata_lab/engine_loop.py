@@ -303,7 +303,12 @@ class EngineLoop(Desk):
                 if self._stopping:
                     return
                 self._run_swaps()
-            self.parts.governor.run(self.step)
+            try:
+                self.parts.governor.run(self.step)
+            except Exception as error:  # in booking, a mistake of ours: nobody waits for a text that never comes
+                with self._lock:
+                    requests = [session.request for session in self._sessions.values()]
+                self._fail(requests, error)
             self._flush()
 
     def close(self) -> None:

@@ -280,6 +280,17 @@ def test_nan_logits_end_their_request_and_not_the_engine(folder, expected) -> No
         assert engine.stats().kv_blocks_used == 0
 
 
+def test_a_mistake_in_booking_ends_all_requests_and_nobody_waits(folder, expected, monkeypatch) -> None:
+    with make(folder) as engine:
+        monkeypatch.setattr(engine._loop._accounts, "book", lambda *args: 1 / 0)
+        outputs = engine.generate(prompts(4), GREEDY)
+        assert {output.finish_reason for output in outputs} == {"error"}
+        assert "ZeroDivisionError" in outputs[0].error
+        monkeypatch.undo()
+        assert [o.token_ids for o in engine.generate(prompts(4), GREEDY)] == expected
+        assert engine.stats().num_running == 0
+
+
 def test_a_crashing_step_ends_its_requests_and_not_the_engine(folder, expected, monkeypatch) -> None:
     with make(folder) as engine:
         runner = engine._loop.parts.runner

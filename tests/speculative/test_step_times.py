@@ -97,10 +97,10 @@ def told(made: LLMEngine) -> list[tuple[int, float | None]]:
     speculation: Any = made._loop.parts.speculation
     inner = speculation.observe
 
-    def observe(batch: Any, counts: Any, ms: float | None) -> Any:
+    def observe(batch: Any, counts: Any, ms: float | None, began: bool) -> Any:
         if batch.num_decode_tokens:
             found.append((batch.num_draft_tokens, None if ms is None else round(ms, 6)))
-        return inner(batch, counts, ms)
+        return inner(batch, counts, ms, began)
 
     speculation.observe = observe
     return found
@@ -144,6 +144,8 @@ def test_a_cycle_takes_what_the_device_took_and_one_that_captures_tells_nothing(
     assert windows.count(None) == 2, "drawn cycles and those of two requests"
     assert windows[0] == CYCLE_MS + INPUTS_MS, "what was captured to be timed is not captured again"
     assert max(ms or 0.0 for _, ms in found) < CAPTURE_MS
+    assert judge.costs.window_ms(4) == pytest.approx(CYCLE_MS, rel=0.02)
+    assert 0 < judge.switch_ms < INPUTS_MS, "what inputs take is told apart from what cycles do"
 
 
 def test_a_target_that_pays_is_drafted_for_however_long_captures_take(folder: Any, device: Device) -> None:
