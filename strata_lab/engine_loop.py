@@ -258,7 +258,8 @@ class EngineLoop(Desk):
             self.scheduler.blocks.use_prefixes(parts.prefixes)
         if not new_pool and (parts.retention, parts.basis) != (before.retention, before.basis):
             self.scheduler.keep(parts.retention, parts.basis)
-        self.parts, self._captures = parts, parts.runner.captures + parts.speculation.captures
+        self.parts = parts
+        self._captures = self.captures
         if before.governor is not parts.governor:
             before.governor.stop()
             if self._thread is not None:

@@ -103,7 +103,8 @@ class Session:
         request = self.request
         index = request.num_output_tokens
         if error is not None:
-            return TokenEvent(request.request_id, -1, self._flush(), index, "error", error, choice=self.choice)
+            text = self._flush()
+            return TokenEvent(request.request_id, -1, text, index, "error", error, choice=self.choice, drafted=drafted)
         request.append(token_id, now_s)
         if logprobs is not None:
             request.logprobs.append(logprobs)

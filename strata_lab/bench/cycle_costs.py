@@ -30,6 +30,7 @@ SCRIPT = "python -m strata_lab.bench.cycle_costs"
 STEPS = 24  # of an engine, timed; the first ones of a flight do not count
 FLIGHT_BEGINS = 4  # steps
 REPLAYS = 3  # timed ones, of which the best counts: each moves the text on
+MAX_TOKENS = 1024  # of the text: more than are ever needed
 SLEEP_CYCLES = 2_000_000  # of the device's clock, a millisecond: longer than a launch
 
 Replay = Callable[[], None]
@@ -81,14 +82,14 @@ def costs(engine: Any, context: int, timed: Callable[[Replay], float]) -> Iterat
     try:
         for guesses in (0, *drafting.cycles.drafts):
             speculation.most = guesses
-            name = engine.add_request(
-                _prompt(context), SamplingParams(temperature=0.0, max_tokens=1024, ignore_eos=True)
-            )
+            params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+            name = engine.add_request(_prompt(context), params)
             ends, tokens = _steps(engine)
             request = engine._loop.session(name).request
-            replay, idle, steps = _replays(drafting, request, guesses)
+            replay, lengths, steps = _captured(drafting, request, guesses)
             engine_us = (ends[-1] - ends[0]) / (len(ends) - 1) * 1e6
-            yield Cost(guesses, engine_us, timed(replay) / steps, timed(idle) / steps, statistics.mean(tokens)), replay
+            device, idle = timed(replay) / steps, _idle(lengths, replay, timed) / steps
+            yield Cost(guesses, engine_us, device, idle, statistics.mean(tokens)), replay
             engine.abort(name)
             engine.forget(name)
             drafting.settle()
@@ -113,24 +114,23 @@ def _steps(engine: Any) -> tuple[list[float], list[int]]:
     return ends[FLIGHT_BEGINS:], tokens[FLIGHT_BEGINS:]
 
 
-def _replays(drafting: Any, request: Request, guesses: int) -> tuple[Replay, Replay, int]:
-    """What replays the step where the text is, what replays it idle, and how many steps one of them is."""
+def _captured(drafting: Any, request: Request, guesses: int) -> tuple[Replay, torch.Tensor, int]:
+    """What replays the step where the text is, the lengths of its rows, and how many steps one replay is."""
+    flight = drafting._flight if guesses else drafting.ahead._flight
+    assert flight is not None and request in flight.requests
     if guesses:
-        flight = drafting._flight
-        assert flight is not None and request in flight.requests
-        state, replay, steps = flight.captured.state.base, flight.captured.replays[guesses, False], 1
-    else:
-        flight = drafting.ahead._flight
-        assert flight is not None and request in flight.requests
-        state, replay, steps = flight.graph.state, flight.graph.replay, flight.graph.steps
-    kept = state.seq_lens.clone()
+        return flight.captured.replays[guesses, False], flight.captured.state.base.seq_lens, 1
+    return flight.graph.replay, flight.graph.state.seq_lens, flight.graph.steps
 
-    def idle() -> None:
-        state.seq_lens.zero_()
-        replay()
-        state.seq_lens.copy_(kept)
 
-    return replay, idle, steps
+@torch.inference_mode()
+def _idle(lengths: torch.Tensor, replay: Replay, timed: Callable[[Replay], float]) -> float:
+    """Microseconds of a replay whose rows all pad; afterwards they are what they were."""
+    kept = lengths.clone()
+    lengths.zero_()
+    us = timed(replay)
+    lengths.copy_(kept)
+    return us
 
 
 def kernels(replay: Replay) -> str:
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for drafter in given.drafter:
         with LLMEngine(
             given.model, device="cuda", weight_format=given.weights, speculative=drafter, draft_model=given.draft_model,
-            prefix_cache=False, max_num_seqs=1, max_model_len=given.context + 1024,
+            prefix_cache=False, max_num_seqs=1, max_model_len=given.context + MAX_TOKENS,
         ) as engine:  # fmt: skip
             environment = Environment.now(engine.device.type)
             found: list[Cost] = []

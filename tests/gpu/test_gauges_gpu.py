@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from strata_lab.bench.measure import until_none_captured
 from strata_lab.engine import LLMEngine
 from strata_lab.events import GovernorEvent
 from strata_lab.models.presets import preset_config
@@ -57,10 +58,8 @@ def test_the_card_answers() -> None:
 def test_pacing_halves_the_rate_and_keeps_the_tokens() -> None:
     prompt = [11] * 64
     with LLMEngine(MODEL, device="cuda", max_model_len=2048, max_num_seqs=2, thermal_governor="pace") as engine:
-        captures = -1
-        while engine._loop.captures > captures:  # a prompt's shape is captured when it is met again
-            captures = engine._loop.captures
-            engine.generate([prompt], GREEDY)
+        # A prompt's shape is captured when it is met again.
+        until_none_captured(lambda: engine.generate([prompt], GREEDY), lambda: engine._loop.captures, 4)
         governor = engine._loop.parts.governor
         governor.stop()  # no reading interferes with what is set here
 
