@@ -82,6 +82,8 @@ def candidates(product: Product, fmt: str, tokens: int) -> list[Config | None]:
     bits = 4 if fmt.startswith("int4") else 16 if fmt == "bf16" else 8
     if tokens == 1 and fmt.startswith("int"):
         found += _int_candidates(product, fmt, bits)
+    elif tokens > 1 and fmt == "bf16" and product.k <= gemv_config.SHORT:
+        found += _few_rows_candidates(product)
     elif tokens <= 2:
         found += _gemv_candidates(product, fmt, bits)
     if tokens <= gemv_mma_config.MAX_ROWS:
@@ -115,6 +117,16 @@ def _gemv_candidates(product: Product, fmt: str, bits: int) -> Iterator[gemv.Gem
                     continue
                 for share in (True, False) if product.norm or fmt == "int4" else (False, True):
                     yield gemv.GemvConfig(rows, lanes * per_load, pieces, min(chunks, most), share)
+
+
+def _few_rows_candidates(product: Product) -> Iterator[gemv.GemvConfig]:
+    """Short bf16 rows with a few rows of x: each thread loads x for itself, since sharing it costs barriers."""
+    for lanes in (8, 16, 32):
+        chunks = -(-product.k // (lanes * 8))
+        for warps in (2, 4, 8):
+            for pieces in (2, 4, 8) if product.gated or product.n > gemv_config.LONG else (1, 2, 4):
+                if 4 * chunks * pieces <= HELD_REGISTERS:  # all of the weight is requested at once
+                    yield gemv.GemvConfig(warps * 32 // lanes, lanes * 8, pieces, chunks)
 
 
 def _mma_candidates(product: Product, bits: int, tokens: int) -> Iterator[gemv_mma_config.MmaConfig]:
