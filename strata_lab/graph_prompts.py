@@ -50,7 +50,7 @@ class CapturedPrompts:
 
     def hidden(self, inputs: StepInputs) -> States:
         """As `EagerStep.hidden`; valid until the next step."""
-        key = self._key(inputs)
+        key = None if self._refused or inputs.embedded is not None else _sizes(inputs)
         if key is None:
             return self.eager.hidden(inputs)
         shape = latest(self._shapes, key, self._empty, MAX_PROMPT_CAPTURES)
@@ -70,15 +70,6 @@ class CapturedPrompts:
         replay()
         return _first(num_tokens, states)
 
-    def _key(self, inputs: StepInputs) -> tuple[int, int, int] | None:
-        """Tokens, requests and table width of the capture for a step; None where there is none."""
-        if self._refused or inputs.embedded is not None:
-            return None
-        num_seqs, width = inputs.block_tables.shape
-        tokens = next((n for n in PROMPT_TOKENS if n >= inputs.input_ids.shape[0]), 0)
-        requests = next((n for n in PROMPT_REQUESTS if n >= num_seqs), 0)
-        return (tokens, requests, max(TABLE_WIDTH, captured_width(width))) if tokens and requests else None
-
     def _empty(self, num_tokens: int, num_seqs: int, width: int) -> _Shape:
         return _Shape(idle_rows(num_tokens, num_seqs, width, self.eager.model.rotary[0].device))
 
@@ -89,6 +80,27 @@ class CapturedPrompts:
             inputs.slot_mapping.fill_(-1)  # a capture runs its work: nothing is written, and no expert counted
             shape.replay, shape.states = self.recorder.record(lambda: self.eager.hidden(inputs), device)
         return shape.replay, shape.states
+
+
+def padded(inputs: StepInputs) -> StepInputs:
+    """The step as a capture of its shape would run it, since kernels are compiled for these sizes only.
+
+    The rows that are added come last; a step that is larger than all shapes stays as it is.
+    """
+    sizes = _sizes(inputs)
+    if sizes is None:
+        return inputs
+    made = idle_rows(*sizes, inputs.input_ids.device)
+    _fill(made, inputs)
+    return made
+
+
+def _sizes(inputs: StepInputs) -> tuple[int, int, int] | None:
+    """Tokens, requests and table width of the capture for a step; None where there is none."""
+    num_seqs, width = inputs.block_tables.shape
+    tokens = next((n for n in PROMPT_TOKENS if n >= inputs.input_ids.shape[0]), 0)
+    requests = next((n for n in PROMPT_REQUESTS if n >= num_seqs), 0)
+    return (tokens, requests, max(TABLE_WIDTH, captured_width(width))) if tokens and requests else None
 
 
 def _first(num_tokens: int, states: States) -> States:

@@ -25,7 +25,7 @@ from strata_lab.batch import ScheduledBatch, ScheduledRequest
 from strata_lab.capture import MIN_TABLE_WIDTH, Recorder, captured_width
 from strata_lab.device_sampling import DecodeState, DeviceSampling, fill, send
 from strata_lab.request import Request
-from strata_lab.runner import EagerStep, Runner, StepInputs, StepResult
+from strata_lab.runner import EagerStep, Runner, States, StepInputs, StepResult
 from strata_lab.sampler import SampledTokens
 from strata_lab.sampling_edits import edits_logits
 from strata_lab.scheduler import most_slots
@@ -34,25 +34,32 @@ REPLAYS_AHEAD = 2  # queued at most: one that runs while the host books the one 
 STEPS_PER_REPLAY = 2  # at batch sizes up to SMALL_BATCH; halves the gaps between graphs where steps are short
 SMALL_BATCH = 2
 WARM_UP_REPLAYS = 3
-TIMED_REPLAYS = 5
 LOOKAHEAD_TOKENS = 2 * REPLAYS_AHEAD * STEPS_PER_REPLAY  # blocks to reserve, so that a full queue never waits for one
 
 
 @dataclass
 class _Graph:
-    """Captured steps of one (batch size, table width, steps, drawn or not)."""
+    """Captured steps of one (batch size, table width, steps, drawn or not).
+
+    `states`: of its rows, step after step, valid until the next replay; none where nobody asked for them.
+    """
 
     state: DecodeState
     steps: int
     replay: Callable[[], None]
+    states: Sequence[States]
 
 
 @dataclass
 class _Unit:
-    """One queued replay: rows of tokens, readable once `done` has happened, of which `popped` were handed out."""
+    """One queued replay: rows of tokens, readable once `done` has happened, of which `popped` were handed out.
+
+    `states`: of the rows, [steps, layers, B, hidden], in memory of its own; None where nobody asked for them.
+    """
 
     tokens: Tensor
     done: Any
+    states: Tensor | None
     values: list[list[int]] | None = None
     popped: int = 0
 
@@ -145,13 +152,13 @@ class RunAhead:
         else:
             self._extend(flight, batch)
         began = flight.popped < flight.graph.steps  # all of a unit have the same time
-        tokens, step_ms = self._pop(flight, batch)
+        tokens, step_ms, states = self._pop(flight, batch)
         if min(tokens) < 0:  # no best logit, or a draw outside of the head: the host decides and knows the reason
             self._flight = None
             return self.runner.run(batch)
         nothing: list[None] = [None] * len(tokens)
         sampled = SampledTokens(tokens, list(nothing), list(nothing))
-        return StepResult(sampled, step_ms, 0.0, queued=True, began=began)
+        return StepResult(sampled, step_ms, 0.0, states=states, queued=True, began=began)
 
     def settle(self) -> None:
         """Wait for all queued steps and forget them."""
@@ -180,25 +187,6 @@ class RunAhead:
         fed = graph.state.input_ids[: len(items)].tolist()  # SYNC: for the record only
         return first.elapsed_time(last) / (replays * graph.steps), len(set(fed))
 
-    @torch.inference_mode()
-    def step_ms(self, recorder: Recorder, width: int = MIN_TABLE_WIDTH) -> float:
-        """Device milliseconds of a queued greedy step of one request, by a capture of its own; others may run."""
-        graph = self.captured_by(recorder, 1, width, drawn=False)
-        return self.best_ms(graph.replay) / graph.steps
-
-    def best_ms(self, replay: Callable[[], None]) -> float:
-        """Device milliseconds of a replay behind another, as queued ones follow each other: the best of a few."""
-        times = []
-        for _ in range(TIMED_REPLAYS):
-            begin, end = self.clock(), self.clock()
-            replay()  # while it runs, the host gets the next one launched
-            begin.record()
-            replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        return min(times)
-
     # -- what was computed ahead ----------------------------------------------------------------------------------
 
     def goes_on(self, batch: ScheduledBatch) -> bool:
@@ -214,20 +202,23 @@ class RunAhead:
                 return False
         return True
 
-    def _pop(self, flight: _Flight, batch: ScheduledBatch) -> tuple[list[int], float]:
-        """The next step's tokens for the batch's items, and the device's milliseconds for the step."""
+    def _pop(self, flight: _Flight, batch: ScheduledBatch) -> tuple[list[int], float, States]:
+        """The next step's tokens for the batch's items, the device's milliseconds for the step, the items' states."""
         unit = flight.units[0]
         if unit.values is None:
             unit.done.synchronize()  # SYNC: token ids to the host
             unit.values = unit.tokens.tolist()
             flight.step_ms = flight.started.elapsed_time(unit.done) / len(unit.values)
             flight.started = unit.done
-        tokens = unit.values[unit.popped]
+        tokens, states = unit.values[unit.popped], None if unit.states is None else unit.states[unit.popped]
         unit.popped += 1
         flight.popped += 1
         if unit.popped == len(unit.values):
             flight.units.popleft()
-        return [tokens[flight.rows[id(item.request)]] for item in batch.items], flight.step_ms
+        rows = [flight.rows[id(item.request)] for item in batch.items]
+        if states is not None and rows != list(range(states.shape[1])):
+            states = torch.stack([states[:, row] for row in rows], dim=1)
+        return [tokens[row] for row in rows], flight.step_ms, () if states is None else states.unbind()
 
     @torch.inference_mode()
     def _extend(self, flight: _Flight, batch: ScheduledBatch) -> None:
@@ -265,9 +256,11 @@ class RunAhead:
         graph.replay()
         tokens = torch.empty(graph.state.out_tokens.shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         tokens.copy_(graph.state.out_tokens, non_blocking=True)
+        layers = [rows for states in graph.states for rows in states]
+        kept = torch.stack(layers).unflatten(0, (graph.steps, -1)) if layers else None
         done = self.clock()
         done.record()
-        flight.units.append(_Unit(tokens, done))
+        flight.units.append(_Unit(tokens, done, kept))
         flight.launched += graph.steps
 
     # -- a new batch ----------------------------------------------------------------------------------------------
@@ -319,12 +312,16 @@ class RunAhead:
         inputs = decode_inputs(state)
         sample = self.sampling.drawn if drawn else self.sampling.greedy
 
-        def work() -> Tensor:
+        def work() -> list[States]:
+            kept = []
             for step in range(steps):
-                sample(self.eager.every_row(inputs), state, step)
-            return state.out_tokens
+                logits, states = self.eager.rows(inputs)
+                sample(logits, state, step)
+                kept.append(states if self.eager.seen else ())
+            return kept
 
-        return _Graph(state, steps, recorder.record(work, self.device)[0])
+        replay, kept = recorder.record(work, self.device)
+        return _Graph(state, steps, replay, kept)
 
 
 def sampled_on_device(batch: ScheduledBatch) -> bool:

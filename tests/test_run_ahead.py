@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from strata_lab.admission import SplitPrefill
 from strata_lab.config import Optimizations
@@ -47,13 +48,14 @@ class Replays:
     def bucket(self, num_seqs: int) -> int:
         return next((b for b in (1, 2, 4) if b >= num_seqs), 0)
 
-    def record(self, work: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
+    def record(self, work: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
         result = work()
         self.captures += 1
 
         def replay() -> None:
             self.count += 1
-            work()
+            for kept, made in zip(tree_leaves(result), tree_leaves(work()), strict=True):
+                kept.copy_(made)  # a capture writes where it wrote before
 
         return replay, result
 

@@ -20,6 +20,7 @@ from strata_lab.device_sampling import DeviceSampling
 from strata_lab.run_ahead import RunAhead, decode_inputs
 from strata_lab.speculative.costs import StepCosts
 from strata_lab.speculative.guesses import Guesses
+from strata_lab.speculative.timing import best_ms, queued_step_ms
 from strata_lab.speculative.window_state import WindowOps, WindowState
 
 REQUESTS = (1, 2, 4)  # of a captured cycle; with more, plain steps are better filled
@@ -114,6 +115,6 @@ class Cycles:
         request does for as many tokens, so they take less than it says, and their own times correct it.
         """
         captured = self.captured(1, MIN_WIDTH, MIN_WIDTH, drawn=False)
-        windows = {1 + count: self.ahead.best_ms(captured.replays[count, False]) for count in self.drafts}
+        windows = {1 + count: best_ms(captured.replays[count, False], self.ahead.clock) for count in self.drafts}
         most_tokens = REQUESTS[-1] * (1 + self.drafts[-1])
-        return StepCosts({1: self.ahead.step_ms(self.recorder, MIN_WIDTH)}, windows, most_tokens)
+        return StepCosts({1: queued_step_ms(self.ahead, self.recorder, MIN_WIDTH)}, windows, most_tokens)

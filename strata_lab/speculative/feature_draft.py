@@ -2,20 +2,23 @@
 
 Whatever steps the target runs hand over their states (`hear`); what has not been taken in waits here, so many tokens of
 each request. Guesses behind the first go on from the draft's own states. When the target has verified them, their rows
-are computed again from its states. A row whose state nobody handed over (found in the target's prefix cache, computed
-by a step that is queued ahead) is made of the token alone, and nobody finds it in the draft's own prefix cache.
+are computed again from its states. A row whose state nobody handed over (found in the target's prefix cache) is made of
+the token alone, and nobody finds it in the draft's own prefix cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from strata_lab.batch import ScheduledBatch
 from strata_lab.block_manager import BlockManager
+from strata_lab.graph_prompts import padded
 from strata_lab.request import Request
 from strata_lab.runner import Slice, StepInputs, StepResult
 from strata_lab.speculative.draft_model import DraftModel, Follower
@@ -26,9 +29,9 @@ MOST_STATES = 2048  # tokens of a request whose states wait; of a longer text th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StatedSlice(Slice):
-    """A slice with the target's states before its tokens, [len(token_ids), states, hidden]; None behind a guess."""
+    """A slice with the target's states before its tokens, [len(token_ids), hidden] each; none behind a guess."""
 
-    states: Tensor | None
+    states: tuple[Tensor, ...]
     request: Request
 
 
@@ -36,35 +39,46 @@ class States:
     """States of one text that have been handed over: stretches of it, in any order, the newest last."""
 
     def __init__(self) -> None:
-        self._stretches: list[tuple[int, Tensor]] = []
+        self._stretches: list[tuple[int, Sequence[Tensor]]] = []
         self._num_states = 0
 
-    def add(self, start: int, states: Tensor) -> None:
-        """States of the positions from `start` on, [T, ...]."""
+    def add(self, start: int, states: Sequence[Tensor]) -> None:
+        """States of the positions from `start` on, [T, hidden] for each layer."""
         self._stretches.append((start, states))
-        self._num_states += len(states)
+        self._num_states += len(states[0])
         while len(self._stretches) > 1 and self._num_states > MOST_STATES:
-            self._num_states -= len(self._stretches.pop(0)[1])
+            self._num_states -= len(self._stretches.pop(0)[1][0])
 
-    def put(self, rows: Tensor, start: int, spared: int = -1) -> int:
-        """Write those of the positions from `start` on into `rows` [T, ...], where there are any.
+    def between(self, start: int, nobody: Sequence[Tensor], spared: int = -1) -> tuple[list[Tensor], int]:
+        """States of the positions from `start` on, for each layer.
 
-        Returns how many from the first on there are without a gap; that of position `spared` is not missed.
+        Args:
+            start: may lie before the text.
+            nobody: rows that stand where there are no states, as many as are asked for, [T, hidden] for each layer.
+            spared: a position that is not missed.
+
+        Returns:
+            The states, and how many there are from the first on without a gap.
         """
-        found = bytearray(len(rows))
-        if 0 <= spared - start < len(rows):
-            found[spared - start] = 1
-        for first, states in self._stretches:
-            begin, end = max(first, start), min(first + len(states), start + len(rows))
+        owners = [-1] * len(nobody[0])
+        for index, (first, states) in enumerate(self._stretches):
+            begin, end = max(first - start, 0), min(first + len(states[0]) - start, len(owners))
             if begin < end:
-                rows[begin - start : end - start] = states[begin - first : end - first]
-                found[begin - start : end - start] = b"\1" * (end - begin)
-        return len(rows) if (gap := found.find(0)) < 0 else gap
+                owners[begin:end] = [index] * (end - begin)
+        parts: list[list[Tensor]] = [[] for _ in nobody]
+        for owner, group in groupby(range(len(owners)), key=owners.__getitem__):
+            at = list(group)
+            first, states = (start, nobody) if owner < 0 else self._stretches[owner]
+            begin, end = start + at[0] - first, start + at[-1] + 1 - first
+            for layer, rows in zip(parts, states, strict=True):
+                layer.append(rows[begin:end])
+        missing = (i for i, owner in enumerate(owners) if owner < 0 and i != spared - start)
+        return [torch.cat(layer) for layer in parts], next(missing, len(owners))
 
     def forget(self, end: int) -> None:
         """Let go of stretches that lie before `end`."""
-        self._stretches = [(first, states) for first, states in self._stretches if first + len(states) > end]
-        self._num_states = sum(len(states) for _, states in self._stretches)
+        self._stretches = [(first, states) for first, states in self._stretches if first + len(states[0]) > end]
+        self._num_states = sum(len(states[0]) for _, states in self._stretches)
 
 
 class FeatureDraft(DraftModel):
@@ -99,8 +113,9 @@ class FeatureDraft(DraftModel):
             kept = item.num_tokens - len(item.drafts)
             if item.samples and result.tokens.counts is not None:
                 kept += next(counts) - 1
-            # a copy: the step's memory is written again
-            states = torch.stack([rows[first : first + kept] for rows in result.states], dim=1)
+            states = [rows[first : first + kept] for rows in result.states]
+            if not result.queued:  # the step's memory is written again
+                states = [rows.clone() for rows in states]
             self._heard.setdefault(item.request, States()).add(item.start, states)
             first += item.num_tokens
         for request in [r for r in self._heard if r.finished]:
@@ -140,15 +155,15 @@ class FeatureDraft(DraftModel):
 
     def _slice(self, request: Request, follower: Follower, token_ids: list[int], start: int, num_rows: int) -> Slice:
         plain = super()._slice(request, follower, token_ids, start, num_rows)
-        states = None
+        states: Sequence[Tensor] = ()
         if start < request.num_tokens:
-            states = self.features.no_states(len(token_ids), self.features.num_seen)
+            nobody = [self.features.no_states(len(token_ids))] * self.features.num_seen
             # The state before the first row behind a found beginning is nobody's: one row of a turn is worse for it.
-            known = self._heard.setdefault(request, States()).put(states, start - 1, follower.found - 1)
+            states, known = self._heard.setdefault(request, States()).between(start - 1, nobody, follower.found - 1)
             if known < len(token_ids):
                 follower.sure = min(follower.sure, start + known)
         return _StatedSlice(
-            plain.token_ids, plain.start, plain.block_table, plain.num_rows, states=states, request=request
+            plain.token_ids, plain.start, plain.block_table, plain.num_rows, states=tuple(states), request=request
         )
 
     @torch.inference_mode()
@@ -156,13 +171,20 @@ class FeatureDraft(DraftModel):
         stated = [part for part in slices if isinstance(part, _StatedSlice)]
         assert len(stated) == len(slices)
         inputs = StepInputs.gather(slices, self.blocks.block_size, self.device)
-        known = [part.states for part in stated if part.states is not None]
-        if known:  # all of them: behind a guess everybody is
-            rows = torch.cat(known).transpose(0, 1).contiguous()  # [states, T, hidden]
-            hidden = self.features.hidden(inputs, rows.unbind(0))
+        if stated[0].states:  # of all of them: behind a guess everybody is
+            rows = [torch.cat(layer) for layer in zip(*(part.states for part in stated), strict=True)]
+            hidden = self._of_texts(inputs, rows)
         else:
             hidden = self.features.further(inputs, torch.stack([self.own[part.request] for part in stated]))
         ends = inputs.cu_seqlens_q[1:].long() - 1
         for part, state in zip(stated, hidden[ends], strict=True):
             self.own[part.request] = state
         return self.features.model.logits(hidden[inputs.sample_rows])
+
+    def _of_texts(self, inputs: StepInputs, states: Sequence[Tensor]) -> Tensor:
+        """States of the draft behind tokens of texts, [T, hidden]; a GPU compiles for few sizes, so rows are added."""
+        count, whole = inputs.input_ids.shape[0], inputs
+        if self.device.type == "cuda" and inputs.max_q_len > 1:
+            whole = padded(inputs)
+        added = whole.input_ids.shape[0] - count
+        return self.features.hidden(whole, [F.pad(rows, (0, 0, 0, added)) for rows in states])[:count]

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
-from strata_lab.capture import idle_rows, wait_for
+from strata_lab.capture import MIN_TABLE_WIDTH, Recorder, idle_rows, wait_for
+from strata_lab.run_ahead import RunAhead
 from strata_lab.runner import Step, StepInputs
 from strata_lab.speculative.costs import StepCosts, measure
 
 BUDGET_S = 2.0
+TIMED_REPLAYS = 5
 
 
 def measured_costs(step: Step, block_size: int, device: torch.device, budget_s: float = BUDGET_S) -> StepCosts:
@@ -48,3 +50,24 @@ def time_ms(work: Callable[[], Any], device: torch.device) -> float:
     work()
     wait_for(device)
     return (time.perf_counter() - started) * 1e3
+
+
+@torch.inference_mode()
+def queued_step_ms(ahead: RunAhead, recorder: Recorder, width: int = MIN_TABLE_WIDTH) -> float:
+    """Device milliseconds of a queued greedy step of one request, by a capture of its own; others may run."""
+    graph = ahead.captured_by(recorder, 1, width, drawn=False)
+    return best_ms(graph.replay, ahead.clock) / graph.steps
+
+
+def best_ms(replay: Callable[[], None], clock: Callable[[], Any]) -> float:
+    """Device milliseconds of a replay behind another, as queued ones follow each other: the best of a few."""
+    times = []
+    for _ in range(TIMED_REPLAYS):
+        begin, end = clock(), clock()
+        replay()  # while it runs, the host gets the next one launched
+        begin.record()
+        replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return min(times)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -187,19 +188,22 @@ TOGETHER: list[Any] = [
     ([(35, 2)], 2, (9, 3, 64)),
     ([(62, 3), (40, 1), (0, 3)], 3, (8, 2, 80)),  # on both sides of a tile's end; padding; nothing but new tokens
     ([(0, 0), (66, 8)], 8, (4, 1, 32)),
+    ([(66, 7), (0, 0), (30, 3)], 8, (8, 1, 32)),  # more heads than a program takes of all tokens
 ]
 
 
 @pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("view", [{}, {"sinks": 3, "window": 33}], ids=["all", "window"])
 @pytest.mark.parametrize(("texts", "count", "heads"), TOGETHER)
 def test_tokens_that_are_new_together_see_each_other(
-    device: torch.device, texts: list[tuple[int, int]], count: int, heads: tuple[int, int, int], splits: int
-) -> None:
+    device: torch.device, texts: list[tuple[int, int]], count: int, heads: tuple[int, int, int], view: dict[str, int],
+    splits: int,
+) -> None:  # fmt: skip
     """As if all had been written first; yet nobody reads a slot of this step."""
     inputs, other = (together_inputs(texts, count, heads, device) for _ in range(2))
     live = inputs["seq_lens"] > 0
-    expected = composed(wide(other), qkv_rope_append_ref, paged_attention_ref)[live]
-    found = fused(inputs | {"together": count}, splits)
+    expected = composed(wide(other), qkv_rope_append_ref, partial(paged_attention_ref, **view))[live]
+    found = fused(inputs | view | {"together": count}, splits)
     check(found[live], expected)
     check(found[~live], torch.zeros_like(found[~live]))
     for name in ("k_cache", "v_cache"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator
+from math import inf
 from typing import Any
 
 import pytest
@@ -298,6 +299,31 @@ def test_the_device_guesses_from_states_what_the_host_guesses(folders: list[Any]
     assert cycles.count > 8
     assert len({guess for window in windows[0] for guess in window}) > 5
     assert windows[0][:-2] == windows[1][: len(windows[0]) - 2], "the last ones are cut where the text ends"
+
+
+def test_steps_that_are_queued_without_guesses_hand_over_their_states_too(folders: list[Any]) -> None:
+    """What is guessed behind them is what is guessed where every step waits for the host."""
+    guesses: list[dict[int, tuple[int, ...]]] = []
+    made, cycles, steps = engine(folders, draft=2)
+    options = {"max_model_len": MAX_LEN, "block_size": BLOCK_SIZE, "num_kv_blocks": 64, "speculative": "draft"}
+    host = LLMEngine(folders[0], device="cpu", optimizations=OFF, draft_model=folders[2], **options)
+    for each in (made, host):
+        with each:
+            speculation: Any = each._loop.parts.speculation
+            speculation.policy, speculation.most = None, 0
+            names = [each.add_request(prompt, GREEDY) for prompt in prompts(2)]
+            while min(each._loop.session(name).request.num_output_tokens for name in names) < 15:
+                each.step()
+            speculation.most = 3
+            for _ in range(9):
+                each.step()
+            drafter = getattr(speculation.drafter, "model", speculation.drafter)
+            assert {follower.sure for follower in drafter._followers.values()} == {inf}, "no row lacks its state"
+            windows = [window for step in steps_of(each) for window in step.drafts if window.request_id == names[0]]
+            guesses.append({window.index: window.token_ids for window in windows})
+    assert steps.count > 4 and cycles.count > 4
+    alike = guesses[0].keys() & guesses[1].keys()
+    assert len(alike) > 2 and all(guesses[0][index] == guesses[1][index] for index in alike)
 
 
 def test_a_draft_model_without_room_leaves_plain_steps(folders: list[Any], plain: LLMEngine) -> None:

@@ -222,18 +222,23 @@ def test_a_draft_that_does_not_say_what_it_sees_is_damaged(trained: Trained, tmp
 
 
 def test_states_are_found_again_and_old_ones_are_let_go() -> None:
+    def found(start: int, count: int, spared: int = -1) -> tuple[list[float], int]:
+        (first, second), known = states.between(start, [torch.zeros(count, 2)] * 2, spared)
+        assert torch.equal(second, 10 * first), "each layer's"
+        return first[:, 0].tolist(), known
+
+    def of(count: int, value: float) -> list[torch.Tensor]:
+        return [torch.full((count, 2), value), torch.full((count, 2), 10 * value)]
+
     states = States()
-    states.add(0, torch.ones(4, 2))
-    states.add(6, torch.full((3, 2), 2.0))
-    rows = torch.zeros(9, 2)
-    assert states.put(rows, -1) == 5, "before the first position there is none, and none is missed"
-    assert rows[:, 0].tolist() == [0, 1, 1, 1, 1, 0, 0, 2, 2]
+    states.add(0, of(4, 1.0))
+    states.add(6, of(3, 2.0))
+    assert found(-1, 9) == ([0, 1, 1, 1, 1, 0, 0, 2, 2], 5), "before the first position there is none: none is missed"
+    for position in range(4, 9):  # one by one, as queued steps hand them over
+        states.add(position, of(1, 3.0))
+    assert found(2, 7) == ([1, 1, 3, 3, 3, 3, 3], 7), "the newest counts"
     states.forget(4)
-    rows.zero_()
-    assert states.put(rows, 0) == 0
-    assert states.put(rows[5:], 5) == 0 and states.put(rows[5:], 5, 5) == 4, "one is spared"
-    assert rows[:, 0].tolist() == [0, 0, 0, 0, 0, 0, 2, 2, 2]
-    states.add(9, torch.full((MOST_STATES, 2), 3.0))
-    rows.zero_()
-    states.put(rows, 4)
-    assert rows[:, 0].tolist() == [0, 0, 0, 0, 0, 3, 3, 3, 3], "so many tokens are kept, the newest"
+    assert found(2, 4) == ([0, 0, 3, 3], 0)
+    assert found(3, 3, spared=3) == ([0, 3, 3], 3), "one is spared"
+    states.add(9, of(MOST_STATES, 4.0))
+    assert found(8, 3) == ([0, 4, 4], 0), "so many tokens are kept, the newest"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import triton
 
+MIN_ROWS, MOST_ROWS = 16, 32  # query heads of a group, times tokens: the smallest tile of tl.dot, and the largest here
+NARROW = 64  # a head's numbers, of which a tile has room for most rows
 MAX_SPLITS = 64
 LONG = 4096  # tokens from which on the bytes in flight of later tiles are worth their shared memory
 PROGRAMS_PER_SM = 2.5  # measured best on an H200: one round of programs, whose registers ...
@@ -31,12 +33,26 @@ class DecodeConfig:
 
 
 @functools.cache
-def decode_config(batch: int, kv_heads: int, max_tokens: int, wide: bool, sms: int) -> DecodeConfig:
-    """`wide`: products are in float32. The splits cover the card when the tables are full."""
+def decode_config(
+    batch: int, kv_heads: int, max_tokens: int, wide: bool, sms: int, heavy: bool = False
+) -> DecodeConfig:
+    """`batch`: requests, or shares of one (`tokens_of`). `wide`: products are in float32. `heavy`: 4 warps spill.
+
+    The splits cover the card when the tables are full.
+    """
     long = max_tokens > LONG
     wanted = max(int((LONG_PROGRAMS_PER_SM if long else PROGRAMS_PER_SM) * sms / (batch * kv_heads)), 1)
     tile = 32 if wide else 64
     splits = min(wanted, triton.cdiv(max_tokens, tile), MAX_SPLITS)
     if wide:
         return DecodeConfig(tile, splits, num_warps=8, num_stages=2)
-    return DecodeConfig(tile, splits, num_stages=5 if long else 3)
+    return DecodeConfig(tile, splits, num_warps=8 if heavy else 4, num_stages=5 if long else 3)
+
+
+def tokens_of(together: int, group: int, width: int) -> int:
+    """Tokens that are new together, of a program: all where its tile has room for their heads, or an equal share.
+
+    `width`: of a head; of wide ones twice as many rows would spill.
+    """
+    most = MOST_ROWS if width <= NARROW else MIN_ROWS
+    return max(n for n in range(1, together + 1) if together % n == 0 and (n == 1 or n * group <= most))
