@@ -208,9 +208,9 @@ class EagerStep:
 
     def through(self, x: Tensor, turns: Tensor, inputs: StepInputs) -> States:
         """Rows [T, hidden] through all layers, with what `begin` knows of their positions."""
-        model = self.model
+        model, (cos, sin) = self.model, turns.unbind(0)
         step = StepContext(
-            *turns.unbind(0), inputs.slot_mapping, inputs.block_tables, inputs.seq_lens, inputs.cu_seqlens_q, inputs.max_q_len,
+            cos, sin, inputs.slot_mapping, inputs.block_tables, inputs.seq_lens, inputs.cu_seqlens_q, inputs.max_q_len,
             inputs.apart, inputs.prompt_lens, inputs.together,
         )  # fmt: skip
         kept = []

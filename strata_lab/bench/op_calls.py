@@ -166,8 +166,9 @@ class BuiltStep:
     def begin(self, model: CausalLM) -> tuple[Tensor, StepContext]:
         """What a step does before its layers."""
         x, turns = model.begin(self.input_ids, self.positions, self.dtype)
+        cos, sin = turns.unbind(0)
         step = StepContext(
-            *turns.unbind(0), self.slot_mapping, self.block_tables, self.seq_lens, self.cu_seqlens_q, max_q_len=1
+            cos, sin, self.slot_mapping, self.block_tables, self.seq_lens, self.cu_seqlens_q, max_q_len=1
         )
         return x, step
 

@@ -4,8 +4,8 @@
 
 ids and positions int64 [T], weight `LinearWeight` [V, K] in any format and layout (as of `embedding`), rotary float32
 [2, R, D/2] contiguous with 0 <= position < R; x [T, K] of `dtype`, rounded once from float32, and turns [2, T, D/2]:
-new tensors. Bytes moved: T rows of each, read and written. Neither look-up needs the other; they are one operator because
-on a GPU each is a few KB, so that a kernel of its own costs many times what it moves.
+new tensors. Bytes moved: T rows of each, read and written. Neither look-up needs the other; they are one operator
+because on a GPU each is a few KB, so that a kernel of its own costs many times what it moves.
 """
 
 from __future__ import annotations

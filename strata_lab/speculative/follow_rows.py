@@ -24,7 +24,7 @@ class FollowRows:
     Attributes:
         input_ids, positions, slot_mapping: [rows] int64; seq_lens: [rows] int32; block_tables: [rows, width] int32, of
             the draft's pool: a decode step in which each row stands as a request.
-        own: [B, hidden], the draft's state behind the last token that each request gets: what the next guess is made of.
+        own: [B, hidden], the draft's state behind the last token that each request gets: the next guess is made of it.
     """
 
     input_ids: Tensor

@@ -26,7 +26,7 @@ from strata_lab.speculative.window_state import StatesBehind, WindowState
 
 Guess = Callable[[Tensor, Any, int], None]  # `DeviceSampling.greedy` or `drawn`
 Make = Callable[[], None]  # guesses of a cycle that has been opened, into its report
-# Of a window that was sampled from these states of rows; nothing has moved yet. What closes it keeps of what is returned.
+# Of a window that was sampled from these states of rows, and is about to be closed with what is returned.
 Follow = Callable[[States], StatesBehind | None]
 
 

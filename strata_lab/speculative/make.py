@@ -154,7 +154,8 @@ def model_drafter(
     part = shared_vocabulary(name, builder.checkpoint, target)
     sees = part is not None and part.kind == FEATURES
     if sees:
-        embedding = token_rows(embedding, builder.checkpoint.linear(TOKEN_PROJ), bind(builder.backend).embedding)
+        rows = token_rows(embedding, builder.checkpoint.linear(TOKEN_PROJ), bind(builder.backend).embedding)
+        embedding = builder.reader(rows.format).pack(rows)
     builder.embedding = embedding if part else None
     wish = Optimizations(kv_cache_dtype=kv_cache_dtype, cuda_graph=not sees)  # its steps of the host are few
     parts = builder.parts(builder.resolve(wish))

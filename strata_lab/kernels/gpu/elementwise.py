@@ -133,7 +133,10 @@ def _dequantized(
     row, cols, data_ptr, scales_ptr, mins_ptr, K: tl.constexpr, ROW: tl.constexpr, GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Columns of a row, float32. ROW: stored elements of a row. GROUPS: scales of a row. PACKED: two 4-bit codes in a byte."""
+    """Columns of a row, float32.
+
+    ROW: stored elements of a row. GROUPS: scales of a row. PACKED: two 4-bit codes in a byte.
+    """
     inside = cols < K
     if PACKED:  # byte j of 32 columns: column j in the low nibble, column j + 16 in the high one
         at = cols // 32 * 16 + cols % 16

@@ -1,7 +1,7 @@
 """The two ends of a captured cycle of drafting and verifying, a program per request: see `speculative/window_state.py`.
 
-Both move a few hundred bytes, or a state besides; what counts is that each is one kernel. A program reads all that it needs of its request
-before it writes, and nothing of another's.
+Both move a few hundred bytes, or a state besides; what counts is that each is one kernel. A program reads all that it
+needs of its request before it writes, and nothing of another's.
 """
 
 # mypy: disable-error-code="no-untyped-def"
