@@ -101,8 +101,7 @@ class Cycles:
             make()
             logits, states = self.ahead.eager.rows(verified)
             sample(logits, window, 0)
-            follow(states)
-            self.windows.close(state, window)
+            self.windows.close(state, window, follow(states))
             return state.report
 
         return self.recorder.record(work, self.ahead.device)[0]
