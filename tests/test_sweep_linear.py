@@ -40,6 +40,12 @@ def test_every_group_tries_the_default_and_every_path_that_fits_its_rows() -> No
                 assert len(set(found)) == len(found)
 
 
+def test_a_few_rows_are_tried_on_cuda_cores_where_those_of_the_weight_are_short() -> None:
+    kinds = {p.name: {type(c) for c in linear_candidates.candidates(p, "bf16", 4)[1:]} for p in PRODUCTS}
+    assert kinds["small-gate-up"] == {gemv.GemvConfig, gemv_mma_config.MmaConfig}
+    assert kinds["gate-up"] == {gemv_mma_config.MmaConfig}
+
+
 def test_candidates_are_valid() -> None:
     def power(value: int) -> bool:
         return value > 0 and value & (value - 1) == 0

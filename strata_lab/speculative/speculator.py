@@ -154,7 +154,7 @@ class Speculator:
         """What the drafter sees of each request, and how many guesses it is to make where it sees something."""
         names, none = [r.request_id for r in decoding], [0] * len(decoding)
         if self.policy is None:
-            return self.drafter.look(decoding), [self.most] * len(decoding)
+            return self.drafter.look(decoding) if self.most else none, [self.most] * len(decoding)
         if self.drafter.look_is_work:
             counts = self.policy.plan(names, [1] * len(decoding), len(decoding))
             return (self.drafter.look(decoding) if any(counts) else none), counts

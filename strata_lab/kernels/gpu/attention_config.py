@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import triton
 
-MIN_ROWS, MOST_ROWS = 16, 32  # query heads of a group, times tokens: the smallest tile of tl.dot, and the largest here
-NARROW = 64  # a head's numbers, of which a tile has room for most rows
+ROWS = 16  # query heads of a group, times tokens, padded to the smallest tile of tl.dot; twice as many were slower
+NARROW = 64  # a head's numbers, of which four warps have room for the keys of several new tokens
 MAX_SPLITS = 64
 LONG = 4096  # tokens from which on the bytes in flight of later tiles are worth their shared memory
 PROGRAMS_PER_SM = 2.5  # measured best on an H200: one round of programs, whose registers ...
@@ -49,10 +49,6 @@ def decode_config(
     return DecodeConfig(tile, splits, num_warps=8 if heavy else 4, num_stages=5 if long else 3)
 
 
-def tokens_of(together: int, group: int, width: int) -> int:
-    """Tokens that are new together, of a program: all where its tile has room for their heads, or an equal share.
-
-    `width`: of a head; of wide ones twice as many rows would spill.
-    """
-    most = MOST_ROWS if width <= NARROW else MIN_ROWS
-    return max(n for n in range(1, together + 1) if together % n == 0 and (n == 1 or n * group <= most))
+def tokens_of(together: int, group: int) -> int:
+    """Tokens that are new together, of a program: all where its tile has room for their heads, or an equal share."""
+    return max(n for n in range(1, together + 1) if together % n == 0 and (n == 1 or n * group <= ROWS))

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strata_lab.kernels.gpu import launch, meta
-from strata_lab.kernels.gpu.attention_config import MIN_ROWS, NARROW, DecodeConfig, decode_config, tokens_of
+from strata_lab.kernels.gpu.attention_config import NARROW, ROWS, DecodeConfig, decode_config, tokens_of
 from strata_lab.kernels.gpu.attention_decode_kernel import attention_decode_kernel
 from strata_lab.kernels.gpu.attention_tiles import operand
 
@@ -34,10 +34,10 @@ def _launch(
     _, block_size, kv_heads, width = k_cache.shape
     assert k_cache.stride() == v_cache.stride() and k_cache.stride()[2:] == (width, 1), k_cache.stride()
     batch, group, device = seq_lens.shape[0], q_heads // kv_heads, x.device
-    assert 1 <= together <= MIN_ROWS and batch % together == 0, (together, batch)
-    tokens = tokens_of(together, group, width)
-    rows, programs = max(MIN_ROWS, triton.next_power_of_2(tokens * group)), batch // tokens
-    heavy = together > 1 and (rows > MIN_ROWS or width > NARROW)
+    assert 1 <= together <= ROWS and batch % together == 0, (together, batch)
+    tokens = tokens_of(together, group)
+    programs = batch // tokens
+    heavy = together > 1 and width > NARROW
     dot, precision = operand(x.dtype, k_cache.dtype)
     max_tokens = min(tables.shape[1] * block_size, sinks + window if window else sys.maxsize)
     c = config or decode_config(programs, kv_heads, max_tokens, dot == tl.float32, launch.num_sms(device), heavy)
@@ -53,7 +53,7 @@ def _launch(
     attention_decode_kernel[(kv_heads, programs, c.splits)](
         x, out, k_cache, v_cache, tables, seq_lens, *fused, acc, stats, arrivals, eps, scale, k_scale, v_scale,
         x.stride(0), tables.stride(0), k_cache.stride(0), k_cache.stride(1), group, kv_heads, width, half_padded,
-        padded_width, block_size, c.tile, c.splits, 1 << (chunk.bit_length() - 1), fused[0] is not None, rows, dot,
+        padded_width, block_size, c.tile, c.splits, 1 << (chunk.bit_length() - 1), fused[0] is not None, ROWS, dot,
         precision, (k_scale, v_scale) != (1.0, 1.0), not launch.INTERPRETED, sinks, window, together, tokens,
         **launch.options(device, num_warps=c.num_warps, num_stages=c.num_stages, early=True),
     )  # fmt: skip
@@ -145,8 +145,8 @@ def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     for name, heads, kv_heads, width in (("together", 9, 3, 64), ("together-wide", 32, 4, 128)):
         cache, tables = meta.tensor(4096, 16, kv_heads, width), meta.tensor(8, 64, dtype=torch.int32)
         qkv, turn = meta.tensor(8, (heads + 2 * kv_heads) * width), meta.tensor(8, width // 2, dtype=torch.float32)
-        programs = 8 // tokens_of(8, heads // kv_heads, width)
-        config = decode_config(programs, kv_heads, 1024, False, 132, True)
+        programs = 8 // tokens_of(8, heads // kv_heads)
+        config = decode_config(programs, kv_heads, 1024, False, 132, heavy=width > NARROW)
         yield (
             name,
             partial(decode_fused, qkv, turn, turn, None, None, 1e-6, cache, cache, slots, tables, lens,

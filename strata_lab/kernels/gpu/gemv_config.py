@@ -18,6 +18,8 @@ HELD_REGISTERS = 96  # the same where nothing else takes many
 WARP = 32
 WARPS = 8  # of a program
 SHORT = 2048  # columns of a bf16 row that half a warp, or a whole one, requests at once
+NARROW = 768  # columns of a bf16 row of which several rows of x go through CUDA cores faster, where it is gated
+FEW_ROWS = 4  # of x
 LONG = 1 << 15  # outputs from which programs may be large (heads)
 
 
@@ -60,6 +62,8 @@ def default_config(weight: LinearWeight, t: int, norm: bool, silu_mul: bool, dty
         warps = WARPS // 2 if norm else WARPS
         pieces = 4 if silu_mul else 2 if norm else 1  # what is gated is normed
         return GemvConfig(warps * WARP // lanes, lanes * per_load, pieces, MAX_CHUNKS, share=norm)
+    if is_narrow(weight, t, silu_mul, dtype):
+        return GemvConfig(2, WARP * per_load, 4, MAX_CHUNKS)
     most = MAX_CHUNKS if t == 1 else 5 if t == 2 and narrow else 3
     lanes = 8
     while -(-weight.shape[1] // (lanes * per_load)) > most:
@@ -68,6 +72,15 @@ def default_config(weight: LinearWeight, t: int, norm: bool, silu_mul: bool, dty
     preload = most if t > 1 else PRELOAD_REGISTERS // (4 * pieces * (2 if weight.mins is not None else 1))
     share = (t > 1 and weight.format != "bf16") or norm or weight.group_size > 0
     return GemvConfig(max(1, WARPS * 32 // lanes), lanes * per_load, pieces, preload, share=share)
+
+
+def is_narrow(weight: LinearWeight, t: int, silu_mul: bool, dtype: torch.dtype) -> bool:
+    """Whether a few rows of x are multiplied faster here than on tensor cores, where the norm takes longer.
+
+    Measured on an H200: 2.72 us for 3.05 with four rows of the default model.
+    """
+    narrow = weight.format == "bf16" and weight.shape[1] <= NARROW and dtype != torch.float32
+    return narrow and silu_mul and 1 < t <= FEW_ROWS
 
 
 def columns_per_load(weight: LinearWeight) -> int:

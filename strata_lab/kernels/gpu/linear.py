@@ -2,7 +2,8 @@
 
     1                         weight straight from memory into CUDA cores: all that matters is bytes (gemv.py;
                               integer codes with groups: gemv_int.py)
-    2 to 16                   the same into tensor cores (gemv_mma.py); float32 x and odd widths: gemv.py, gemm.py
+    2 to 16                   the same into tensor cores (gemv_mma.py); float32 x and odd widths: gemv.py, gemm.py; up
+                              to 4 of short bf16 rows that are gated: gemv.py
     rows <= gemm.MAX_ROWS     tensor cores through `tl.dot`, weight converted in registers (gemm.py)
     more                      weight expanded once, then cuBLAS (gemm_dense.py)
 
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata_lab.kernels.gpu import gemm, gemm_dense, gemv, gemv_int, gemv_mma, meta
+from strata_lab.kernels.gpu import gemm, gemm_dense, gemv, gemv_config, gemv_int, gemv_mma, meta
 from strata_lab.kernels.linear import linear_ref
 from strata_lab.quant.base import LinearWeight
 
@@ -88,6 +89,8 @@ def _into(
         gemv_mma.gemv_mma(*arguments, config)
     elif gemv_int.supports(x, weight):
         gemv_int.gemv_int(*arguments)
+    elif gemv_config.is_narrow(weight, x.shape[0], silu_mul, x.dtype):
+        gemv.gemv(*arguments)
     elif x.shape[0] > 1 and gemv_mma.supports(x, weight, norm_weight):
         gemv_mma.gemv_mma(*arguments)
     elif x.shape[0] <= gemv.MAX_ROWS:
