@@ -25,7 +25,7 @@ from strata_lab.quant.base import LinearWeight
 SWAPPED_STEP = "a step with swapped"  # how a fallback begins that is true only while operators are swapped
 SLOWEST_MS = 100.0  # of one call on a small case: a step makes dozens of them
 _REPEATS = 5
-_STAYS_WIDE = ("cos", "sin", "rotary")  # rotations are float32 whatever the activations are
+_STAYS_WIDE = ("cos", "sin")  # rotations are float32 whatever the activations are
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,16 +199,13 @@ class EagerStep:
 
     def hidden(self, inputs: StepInputs) -> States:
         """Of all T rows."""
-        x, turns = self.begin(inputs)
-        return self.through(x if inputs.embedded is None else inputs.embedded.put(x), turns, inputs)
+        x = self.model.embed(inputs.input_ids, self.dtype)
+        return self.through(x if inputs.embedded is None else inputs.embedded.put(x), inputs)
 
-    def begin(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """Rows of the tokens [T, hidden], and the rotary factors of their positions [2, T, D/2]."""
-        return self.model.begin(inputs.input_ids, inputs.positions, self.dtype)
-
-    def through(self, x: Tensor, turns: Tensor, inputs: StepInputs) -> States:
-        """Rows [T, hidden] through all layers, with what `begin` knows of their positions."""
-        model, (cos, sin) = self.model, turns.unbind(0)
+    def through(self, x: Tensor, inputs: StepInputs) -> States:
+        """Rows [T, hidden] through all layers."""
+        model, ops = self.model, self.model.ops
+        cos, sin = (ops.take_rows(table, inputs.positions) for table in model.rotary)
         step = StepContext(
             cos, sin, inputs.slot_mapping, inputs.block_tables, inputs.seq_lens, inputs.cu_seqlens_q, inputs.max_q_len,
             inputs.apart, inputs.prompt_lens, inputs.together,

@@ -99,7 +99,7 @@ def test_routing_that_is_an_operator_counts_whole() -> None:
 
 def test_every_operator_has_its_cause() -> None:
     """A new operator has to be placed here: it reads weights or cache, or all its time counts as launch."""
-    only_launch = {"rms_norm", "rope", "silu_mul", "add", "kv_append", "qkv_rope_append"}
+    only_launch = {"rms_norm", "rope", "silu_mul", "add", "take_rows", "kv_append", "qkv_rope_append"}
     assert {f.name for f in fields(Ops)} == only_launch | set(READS) | set(WHOLE_TIME) - {
         "sample_greedy", "sample_drawn",
     }  # fmt: skip

@@ -52,10 +52,10 @@ def test_every_operator_call_of_a_step_is_found_once(model: str) -> None:
     found = operators(step)
     names = [op.label.split()[0] for op in found]
     mlp = ["moe_block"] if model == MOE else ["linear", "linear"]
-    assert names == ["step_rows", "linear", "qkv_attention", "linear", *mlp, "lm_head", "sample_greedy"]
-    assert [op.per_step for op in found] == [1, 0, 0, 0, *[0] * len(mlp), 1, 1]
-    assert [op.per_layer for op in found] == [0, 1, 1, 1, *[1] * len(mlp), 0, 0]
-    assert [len(op.calls) for op in found] == [1, 2, 2, 2, *[2] * len(mlp), 1, 1]
+    assert names == ["take_rows", "embedding", "linear", "qkv_attention", "linear", *mlp, "lm_head", "sample_greedy"]
+    assert [op.per_step for op in found] == [2, 1, 0, 0, 0, *[0] * len(mlp), 1, 1]
+    assert [op.per_layer for op in found] == [0, 0, 1, 1, 1, *[1] * len(mlp), 0, 0]
+    assert [len(op.calls) for op in found] == [2, 1, 2, 2, 2, *[2] * len(mlp), 1, 1]
 
 
 @pytest.mark.parametrize("model", [MOE, DENSE])
@@ -100,7 +100,7 @@ def test_layers_that_are_not_built_count_as_the_built_ones() -> None:
     measured = measure(step.conditions, step, card, clock)
     assert measured.step_us == 1000 + 10 * 200 / 2
     calls = {row.label.split()[0]: row.calls for row in measured.rows}
-    assert calls["qkv_attention"] == 12 and calls["lm_head"] == 1 and calls["step_rows"] == 1
+    assert calls["qkv_attention"] == 12 and calls["lm_head"] == 1 and calls["take_rows"] == 2
     assert measured.sum_us == 3.0 * sum(row.calls for row in measured.rows)
     assert measured.step_bytes == sum(row.calls * row.nbytes for row in measured.rows)
     assert not measured.impossible

@@ -38,8 +38,7 @@ from strata_lab.config import EngineConfig
 API_RUNS = 3
 # First word of an operator's label -> what its bytes are. Others read nothing that counts: all their time is launch.
 READS = {
-    "linear": "weights", "lm_head": "weights", "embedding": "weights", "step_rows": "weights",
-    "moe_block": "weights", "moe_mlp": "weights",
+    "linear": "weights", "lm_head": "weights", "embedding": "weights", "moe_block": "weights", "moe_mlp": "weights",
     "qkv_attention": "kv", "paged_attention": "kv", "sparse_attention": "kv", "page_bounds": "kv",
 }  # fmt: skip
 WHOLE_TIME = {"router_topk": "routing", "sample_greedy": "sampling", "sample_drawn": "sampling"}

@@ -165,12 +165,11 @@ class BuiltStep:
 
     def begin(self, model: CausalLM) -> tuple[Tensor, StepContext]:
         """What a step does before its layers."""
-        x, turns = model.begin(self.input_ids, self.positions, self.dtype)
-        cos, sin = turns.unbind(0)
+        cos, sin = (model.ops.take_rows(part, self.positions) for part in model.rotary)
         step = StepContext(
             cos, sin, self.slot_mapping, self.block_tables, self.seq_lens, self.cu_seqlens_q, max_q_len=1
         )
-        return x, step
+        return model.embed(self.input_ids, self.dtype), step
 
     def through_layers(self, model: CausalLM, x: Tensor, step: StepContext) -> Tensor:
         """All layers that are built."""

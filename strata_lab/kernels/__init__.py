@@ -26,10 +26,10 @@ _FUNCTIONS = {
     "rope": ("rope_cpu", "elementwise:rope_triton"),
     "silu_mul": ("silu_mul_cpu", "elementwise:silu_mul_triton"),
     "add": ("add_cpu", "elementwise:add_triton"),
+    "take_rows": ("take_rows_cpu", "elementwise:take_rows_triton"),
     "linear": ("linear", "linear:linear_triton"),
     "lm_head": ("lm_head_cpu", "linear:lm_head_triton"),
     "embedding": ("embedding", "elementwise:embedding_triton"),
-    "step_rows": ("step_rows_cpu", "elementwise:step_rows_triton"),
     "kv_append": ("kv_append_cpu", "elementwise:kv_append_triton"),
     "paged_attention": ("paged_attention_cpu", "attention:paged_attention_triton"),
     "qkv_rope_append": ("qkv_rope_append_cpu", "elementwise:qkv_rope_append_triton"),
@@ -76,10 +76,10 @@ class Ops:
     rope: Callable[..., Tensor]
     silu_mul: Callable[..., Tensor]
     add: Callable[..., Tensor]
+    take_rows: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     lm_head: Callable[..., Tensor]
     embedding: Callable[..., Tensor]
-    step_rows: Callable[..., tuple[Tensor, Tensor]]
     kv_append: Callable[..., None]
     paged_attention: Callable[..., Tensor]
     qkv_rope_append: Callable[..., Tensor]

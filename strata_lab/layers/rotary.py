@@ -16,13 +16,13 @@ from torch import Tensor
 from strata_lab.model_config import ModelConfig
 
 
-def rotary_table(config: ModelConfig, length: int, device: torch.device) -> Tensor:
-    """cos and sin, one behind the other: [2, length, D/2] float32."""
+def rotary_table(config: ModelConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each [length, D/2] float32."""
     half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     frequency = 1.0 / (config.rope_theta**half)
     frequency = _scaled(frequency, config.rope_scaling or {})
     angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency)
-    return torch.stack([angle.cos(), angle.sin()])
+    return angle.cos(), angle.sin()
 
 
 def _scaled(frequency: Tensor, rule: Mapping[str, Any]) -> Tensor:

@@ -141,22 +141,22 @@ class CausalLM:
         config: geometry.
         weights: in any format the operators read.
         ops: bound operators.
-        rotary: tables of cos and sin, [2, max_position, D/2].
+        rotary: (cos, sin) tables, [max_position, D/2] each.
         fused: which composition of operators a layer is.
         reading: how much of the cache attention reads; by default all of it.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, ops: Ops, rotary: Tensor, *, fused: bool,
+        self, config: ModelConfig, weights: ModelWeights, ops: Ops, rotary: tuple[Tensor, Tensor], *, fused: bool,
         reading: Reading = READ_ALL,
     ) -> None:  # fmt: skip
         self.config, self.weights, self.ops, self.rotary = config, weights, ops, rotary
         self.attention = (FusedAttention if fused else PlainAttention)(config, ops, reading)
         self.mlp: Callable[[Tensor, MlpWeights | MoeWeights], Tensor] = (FusedMlp if fused else PlainMlp)(config, ops)
 
-    def begin(self, input_ids: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Rows of tokens [T, hidden], and the rotary factors of their positions [2, T, D/2]."""
-        return self.ops.step_rows(input_ids, self.weights.embedding, positions, self.rotary, dtype)
+    def embed(self, input_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """[T] -> [T, hidden]."""
+        return self.ops.embedding(input_ids, self.weights.embedding).to(dtype)
 
     def layer(self, x: Tensor, weights: LayerWeights, step: StepContext, kv: LayerKV) -> Tensor:
         """One decoder layer, [T, hidden] -> [T, hidden]."""

@@ -101,7 +101,8 @@ class Cycles:
             make()
             logits, states = self.ahead.eager.rows(verified)
             sample(logits, window, 0)
-            self.windows.close(state, window, follow(states))
+            follow(states)
+            self.windows.close(state, window)
             return state.report
 
         return self.recorder.record(work, self.ahead.device)[0]

@@ -3,25 +3,21 @@
 Where an ordinary model embeds a token, such a draft adds products: of the token's embedding, and of the normed states
 of the position before it, those of several of the target's layers, or behind a guess the draft's own. States that
 nobody computed are zeros. Everything behind that is an ordinary model's: layers with a small cache, final norm, head
-over some of the target's tokens. The products of the embeddings are the same in every text: they are made once, for all
-tokens, and stand where an ordinary model has its embedding.
+over some of the target's tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from strata_lab.models.base import CausalLM, WeightReader
-from strata_lab.models.draft_part import SEEN_NORM, SEEN_PROJ, STATE_NORM, STATE_PROJ
-from strata_lab.quant import get_format
+from strata_lab.models.draft_part import SEEN_NORM, SEEN_PROJ, STATE_NORM, STATE_PROJ, TOKEN_PROJ
 from strata_lab.quant.base import LinearWeight
 from strata_lab.runner import EagerStep, StepInputs
-
-TOKENS_AT_ONCE = 4096  # whose products are made in one go: a few tens of MB beside the table
 
 
 @dataclass(frozen=True)
@@ -34,13 +30,15 @@ class StateWeights:
 
 @dataclass(frozen=True)
 class RowWeights:
-    """How states become part of rows.
+    """How rows are made.
 
     Attributes:
+        token: of embeddings, [hidden, hidden].
         seen: of the target's states, in the order of its layers.
         own: of the draft's.
     """
 
+    token: LinearWeight
     seen: tuple[StateWeights, ...]
     own: StateWeights
 
@@ -52,34 +50,15 @@ class RowWeights:
             for i in range(num_seen)
         )
         own = StateWeights(reader.vector(STATE_NORM), reader.matrix(STATE_PROJ))
-        return cls(seen, own)
-
-
-def token_rows(
-    embedding: LinearWeight, matrix: LinearWeight, look_up: Callable[[Tensor, LinearWeight], Tensor]
-) -> LinearWeight:
-    """What each token gives a row: the product of its embedding, summed in float32 and stored as bfloat16.
-
-    Args:
-        embedding: of the target, [V, hidden].
-        matrix: of embeddings, [hidden, hidden], layout "rows".
-        look_up: the `embedding` operator of its device.
-    """
-    device, num_tokens = embedding.data.device, embedding.shape[0]
-    wide = get_format(matrix.format).dequantize(matrix).to(device).T
-    rows = torch.empty(num_tokens, wide.shape[1], dtype=torch.bfloat16, device=device)
-    for first in range(0, num_tokens, TOKENS_AT_ONCE):
-        part = rows[first : first + TOKENS_AT_ONCE]
-        part.copy_(look_up(torch.arange(first, first + len(part), device=device), embedding) @ wide)
-    return LinearWeight("bf16", (num_tokens, wide.shape[1]), rows)
+        return cls(reader.matrix(TOKEN_PROJ), seen, own)
 
 
 class FeatureStep:
     """A step of the draft.
 
     Args:
-        eager: its layers, cache and head; as embedding it has `token_rows`.
-        weights: what states add to rows.
+        eager: its layers, cache and head.
+        weights: how its rows are made.
     """
 
     def __init__(self, eager: EagerStep, weights: RowWeights) -> None:
@@ -116,7 +95,7 @@ class FeatureStep:
     def _through(self, inputs: StepInputs, states: Sequence[Tensor], weights: Sequence[StateWeights]) -> Tensor:
         model = self.model
         linear, eps = model.ops.linear, model.config.rms_norm_eps
-        x, turns = self.eager.begin(inputs)
+        x = linear(model.embed(inputs.input_ids, self.eager.dtype), self.weights.token)
         for state, w in zip(states, weights, strict=True):
             x = linear(state, w.matrix, norm_weight=w.norm, norm_eps=eps, residual=x)
-        return self.eager.through(x, turns, inputs)[-1]
+        return self.eager.through(x, inputs)[-1]

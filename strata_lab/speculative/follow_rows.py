@@ -1,4 +1,4 @@
-"""The rows with which a draft of states follows a captured window of the target: where they lie.
+"""The rows with which a draft of states follows a captured window of the target: where they lie, and which one counts.
 
 Row j * B + b is the token that the target sampled behind row j of request b, at the position after that row's. Rows
 behind the first guess that did not come true pad: their tokens are not the request's. The function here is the
@@ -19,12 +19,13 @@ from strata_lab.speculative.window_state import WindowState, accepted_of, capaci
 
 @dataclass(frozen=True)
 class FollowRows:
-    """Rows of B requests and what is kept of the states behind them, at fixed addresses.
+    """Rows of B requests and what is kept of them, at fixed addresses.
 
     Attributes:
         input_ids, positions, slot_mapping: [rows] int64; seq_lens: [rows] int32; block_tables: [rows, width] int32, of
             the draft's pool: a decode step in which each row stands as a request.
-        own: [B, hidden], the draft's state behind the last token that each request gets: the next guess is made of it.
+        kept: [B] int64, the row behind the last token that each request gets.
+        own: [B, hidden], the draft's state there: what the next guess is made of.
     """
 
     input_ids: Tensor
@@ -32,14 +33,16 @@ class FollowRows:
     slot_mapping: Tensor
     seq_lens: Tensor
     block_tables: Tensor
+    kept: Tensor
     own: Tensor
 
     @classmethod
     def empty(cls, state: WindowState, own: Tensor) -> FollowRows:
         """All padding, for as many rows as `state` has tables of the draft's pool."""
         numbers = torch.zeros(3, state.draft_tables.shape[0], dtype=torch.int64, device=own.device)
+        kept = torch.arange(own.shape[0], device=own.device)
         input_ids, positions, slots = numbers
-        return cls(input_ids, positions, slots, torch.zeros_like(slots).int(), state.draft_tables, own)
+        return cls(input_ids, positions, slots, torch.zeros_like(slots).int(), state.draft_tables, kept, own)
 
     def first(self, count: int) -> FollowRows:
         """The first `count` rows, in the same memory."""
@@ -64,3 +67,4 @@ def place_rows(state: WindowState, window: Any, rows: FollowRows) -> None:
     place(rows, each, position, seen, state.block_size)
     sampled = state.report[1].view(-1)[:count]
     rows.input_ids.copy_(torch.where(seen, sampled.clamp(min=0), 0))
+    rows.kept.copy_(accepted * num_seqs + index)

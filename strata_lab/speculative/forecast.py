@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from strata_lab.models.checkpoint import is_linear
-from strata_lab.models.draft_part import FEATURES, TOKEN_PROJ
 from strata_lab.models.loader import open_model
 from strata_lab.quant import engine_granularity
 from strata_lab.speculative.make import num_draft_blocks
@@ -20,8 +19,7 @@ class DraftMemory:
     """Bytes of a draft model.
 
     Attributes:
-        weights_bytes: its matrices; the embedding only where it has one of its own, or a table in its place
-            (`feature_step.py`).
+        weights_bytes: its matrices; the embedding only where it has one of its own.
         kv_bytes: its pool.
     """
 
@@ -58,10 +56,7 @@ def draft_memory(
         config, stored = checkpoint.config, checkpoint.stored_format
         if (part := getattr(checkpoint, "draft", None)) is not None:
             config = replace(config, tie_word_embeddings=True)  # only the head is its own
-            kept = [n for n in part.own_tensors(config.hidden_size) if is_linear(n) and n != TOKEN_PROJ]
-            own = sum(checkpoint.linear(n).nbytes for n in kept)
-            if part.kind == FEATURES:  # what TOKEN_PROJ makes of all tokens
-                own += part.vocab_size * config.hidden_size * torch.bfloat16.itemsize
+            own = sum(checkpoint.linear(n).nbytes for n in part.own_tensors(config.hidden_size) if is_linear(n))
     finally:
         checkpoint.close()
     weights = own + forecast(config, stored, "bf16", engine_granularity(stored, kind)).stored_bytes

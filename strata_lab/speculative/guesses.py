@@ -22,12 +22,11 @@ from strata_lab.run_ahead import decode_inputs
 from strata_lab.runner import EagerStep, States
 from strata_lab.speculative.feature_draft import FeatureDraft
 from strata_lab.speculative.follow_rows import FollowRows, Place
-from strata_lab.speculative.window_state import StatesBehind, WindowState
+from strata_lab.speculative.window_state import WindowState
 
 Guess = Callable[[Tensor, Any, int], None]  # `DeviceSampling.greedy` or `drawn`
 Make = Callable[[], None]  # guesses of a cycle that has been opened, into its report
-# Of a window that was sampled from these states of rows, and is about to be closed with what is returned.
-Follow = Callable[[States], StatesBehind | None]
+Follow = Callable[[States], None]  # of a window that was sampled from these states of rows; nothing has moved yet
 
 
 class Guesses(Protocol):
@@ -111,8 +110,8 @@ class FeatureGuesses:
                 own = self.step.further(following, own)
                 guess(self.model.logits(own), state.drafts, step)
 
-        def follow(states: States) -> StatesBehind:
+        def follow(states: States) -> None:
             self.place(state, window, rows)
-            return StatesBehind(self.step.hidden(behind, states), rows.own)
+            torch.index_select(self.step.hidden(behind, states), 0, rows.kept, out=rows.own)
 
         return make, follow

@@ -16,9 +16,8 @@ from strata_lab.block_manager import BlockManager
 from strata_lab.capture import Recorder
 from strata_lab.config import EngineConfig, Optimizations
 from strata_lab.device_sampling import GpuSampling
-from strata_lab.kernels import bind
 from strata_lab.models.checkpoint import Checkpoint
-from strata_lab.models.draft_part import FEATURES, PROBE, TOKEN_PROJ, DraftPart, state_mark
+from strata_lab.models.draft_part import FEATURES, PROBE, DraftPart, state_mark
 from strata_lab.prefix_cache import PrefixCache
 from strata_lab.quant.base import LinearWeight
 from strata_lab.run_ahead import RunAhead
@@ -28,7 +27,7 @@ from strata_lab.speculative.ahead import AheadDrafter, DraftAhead
 from strata_lab.speculative.cycles import Cycles
 from strata_lab.speculative.draft_model import DraftModel
 from strata_lab.speculative.feature_draft import FeatureDraft
-from strata_lab.speculative.feature_step import FeatureStep, RowWeights, token_rows
+from strata_lab.speculative.feature_step import FeatureStep, RowWeights
 from strata_lab.speculative.guesses import FeatureGuesses, Guesses, TokenGuesses
 from strata_lab.speculative.look_up import LookUp, LookUpGuesses
 from strata_lab.speculative.policy import DraftPolicy
@@ -152,11 +151,8 @@ def model_drafter(
         kv_cache_dtype: as of the target.
     """
     part = shared_vocabulary(name, builder.checkpoint, target)
-    sees = part is not None and part.kind == FEATURES
-    if sees:
-        rows = token_rows(embedding, builder.checkpoint.linear(TOKEN_PROJ), bind(builder.backend).embedding)
-        embedding = builder.reader(rows.format).pack(rows)
     builder.embedding = embedding if part else None
+    sees = part is not None and part.kind == FEATURES
     wish = Optimizations(kv_cache_dtype=kv_cache_dtype, cuda_graph=not sees)  # its steps of the host are few
     parts = builder.parts(builder.resolve(wish))
     runner = parts.runner.runner if isinstance(parts.runner, RunAhead) else parts.runner

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,32 +97,11 @@ class WindowState:
 
 
 @dataclass(frozen=True)
-class StatesBehind:
-    """States behind the rows of a window, of which each request keeps one.
-
-    Attributes:
-        rows: [rows, hidden], in the window's order.
-        own: [B, hidden], where the one behind the last token that a request gets is put.
-    """
-
-    rows: Tensor
-    own: Tensor
-
-
-class Close(Protocol):
-    """`close_window` of a device."""
-
-    def __call__(self, state: WindowState, window: Any, behind: StatesBehind | None = None) -> None:
-        """See there."""
-        ...
-
-
-@dataclass(frozen=True)
 class WindowOps:
     """`open_window` and `close_window` of a device."""
 
     open: Callable[[WindowState, Any], None]
-    close: Close
+    close: Callable[[WindowState, Any], None]
 
 
 def place(state: Any, row: Tensor, position: Tensor, seen: Tensor, block_size: int) -> None:
@@ -175,17 +154,11 @@ def accepted_of(state: WindowState, num_rows: int) -> Tensor:
     return same.long().cumprod(0).sum(0)
 
 
-def close_window(state: WindowState, window: DecodeState, behind: StatesBehind | None = None) -> None:
-    """Move each request on: behind its drafts up to the first that differs from the token sampled before it.
-
-    Of the states `behind` the window's rows it keeps that of its last token.
-    """
+def close_window(state: WindowState, window: DecodeState) -> None:
+    """Move each request on: behind its drafts up to the first that differs from the token sampled before it."""
     base, size = state.base, state.block_size
     num_rows = window.input_ids.shape[0] // base.input_ids.shape[0]
     sampled, accepted = state.report[1, :num_rows], accepted_of(state, num_rows)
-    if behind is not None:
-        num_seqs = base.input_ids.shape[0]
-        behind.own.copy_(behind.rows[accepted * num_seqs + torch.arange(num_seqs, device=accepted.device)])
     live, capacity = base.seq_lens > 0, capacity_of(base, size)
     before = torch.where(accepted > 0, sampled.gather(0, (accepted - 1).clamp(min=0)[None])[0], base.input_ids)
     last = sampled.gather(0, accepted[None])[0]

@@ -19,12 +19,12 @@ from strata_lab.quant import FORMATS, get_format
 from tests.kernels import weight_variants
 from tests.kernels.weight_variants import VARIANTS
 
-OPERATORS = ("rms_norm", "rope", "silu_mul", "add", "step_rows", "embedding", "kv_append", "qkv_rope_append")
+OPERATORS = ("rms_norm", "rope", "silu_mul", "add", "take_rows", "embedding", "kv_append", "qkv_rope_append")
 SPEC_OF = {spec.name: spec for spec in SPECS() if spec.name in OPERATORS}
 GRID = [
     pytest.param(spec, case, id=f"{spec.name}-{case.name}")
     for spec in SPEC_OF.values()
-    if spec.name not in ("embedding", "step_rows")  # their cases are packed for the CPU where a compiler is at hand
+    if spec.name != "embedding"  # its cases are packed for the CPU where a compiler is at hand
     for case in spec.cases()
 ]
 
@@ -92,25 +92,13 @@ def test_embedding_is_exact_with_groups_of_every_size(name: str, shape: tuple[in
     assert torch.equal(got, weight_variants.exact(weight)[ids].float())
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("half", [1, 5, 32, 40])
-def test_rows_of_a_step_are_those_of_the_embedding_and_of_the_positions(
-    fmt: str, half: int, device: torch.device
-) -> None:
-    weight = get_format(fmt).quantize(torch.randn(20, 600)).to(device)
-    ids, positions = torch.tensor([19, 0, 7], device=device), torch.tensor([8, 4, 4], device=device)
-    rotary = torch.randn(2, 9, half, device=device)
-    rotary[1, 4, 0] = torch.nan
-    x, turns = elementwise.step_rows_triton(ids, weight, positions, rotary, torch.float16)
-    assert torch.equal(x, elementwise.embedding_triton(ids, weight).half())
-    assert torch.equal(turns.view(torch.uint8), rotary[:, positions].view(torch.uint8)), "to the bit"
-
-
-def test_a_row_stored_in_bfloat16_goes_through_a_step_in_bfloat16_as_it_is(device: torch.device) -> None:
-    weight = get_format("bf16").quantize(torch.randn(9, 33)).to(device)
-    ids = torch.tensor([8, 4, 4], device=device)
-    x, _ = elementwise.step_rows_triton(ids, weight, ids, torch.zeros(2, 9, 4, device=device), torch.bfloat16)
-    assert torch.equal(x, weight.data[ids])
+def test_take_rows_copies_bits_of_any_dtype(device: torch.device) -> None:
+    for dtype in (torch.float32, torch.float16):
+        table = torch.randn(9, 33, device=device).to(dtype)
+        table[4, 5] = torch.nan
+        ids = torch.tensor([8, 4, 0, 4], device=device)
+        got = elementwise.take_rows_triton(table, ids)
+        assert torch.equal(got.view(torch.uint8), table[ids].view(torch.uint8))
 
 
 def test_strided_inputs_are_read_where_they_lie(device: torch.device) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from strata_lab.sampling_random import seed_keys, uniforms
 INF, NAN = float("inf"), float("nan")
 NO_BEST = -2
 VOCAB_SIZES = (1, 5, 50, 1000, 4099)
-IN_PARTS = GreedyConfig()  # as a large vocabulary is read: several programs a row, from 1025 logits on
 BLOCK_SIZE = 4
 
 
@@ -137,16 +135,15 @@ def test_greedy_takes_the_first_of_the_largest(device: torch.device, vocab_size:
     random = np.random.default_rng(vocab_size)
     for num_seqs in (1, 2, 5):
         logits = random_logits(random, num_seqs, vocab_size).to(device)
-        expected = expected_tokens(logits, make_state(device, vocab_size, num_seqs))
-        for config in (None, IN_PARTS):
-            state = make_state(device, vocab_size, num_seqs)
-            sample_greedy(logits, state, 0, config)
-            assert state.out_tokens[0].tolist() == expected
-            assert state.input_ids.tolist() == [max(token, 0) for token in expected]
-            assert state.scratch.arrivals.tolist() == [0] * num_seqs
+        state = make_state(device, vocab_size, num_seqs)
+        expected = expected_tokens(logits, state)
+        sample_greedy(logits, state, 0)
+        assert state.out_tokens[0].tolist() == expected
+        assert state.input_ids.tolist() == [max(token, 0) for token in expected]
+        assert state.scratch.arrivals.tolist() == [0] * num_seqs
 
 
-@pytest.mark.parametrize("sample", [sample_greedy, partial(sample_greedy, config=IN_PARTS), sample_drawn])
+@pytest.mark.parametrize("sample", [sample_greedy, sample_drawn])
 def test_rows_without_a_largest_logit_say_so_and_feed_token_0(
     device: torch.device, sample: Callable[..., None]
 ) -> None:
@@ -171,14 +168,14 @@ def test_the_first_and_the_last_of_a_program_s_logits_count(device: torch.device
     places = torch.tensor([0, 1023, 1024, 2047, 2048])
     logits = torch.zeros(5, 2049, device=device)
     logits[torch.arange(5), places] = 1.0
-    for sample in (sample_greedy, partial(sample_greedy, config=IN_PARTS), sample_drawn):
+    for sample in (sample_greedy, sample_drawn):
         state = make_state(device, 2049, 5)
         state.inverse_temperature.fill_(1e9)
         sample(logits, state, 0)
         assert torch.equal(state.out_tokens[0].cpu(), places)
 
 
-@pytest.mark.parametrize("chunk", [1024, 2048, 4096, 8192])
+@pytest.mark.parametrize("chunk", [1024, 2048, 4096])
 def test_greedy_reads_rows_of_any_stride_and_nothing_between_them(device: torch.device, chunk: int) -> None:
     wide = torch.full((3, 5000), INF, device=device)
     logits = wide[:, :4099]

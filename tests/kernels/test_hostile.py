@@ -238,7 +238,7 @@ def test_a_refusal_is_its_sentence_and_takes_no_stack_trace(cpu_ops: Any) -> Non
     """Though torch is asked for one; a trace walks frames that are none of an operator's business."""
     code = (
         "import torch; from strata_lab.kernels import bind, prepare; prepare('cpu'); x = torch.zeros(2, 3)\n"
-        "try: torch.ops.strata.take_rows(x[None], torch.tensor([1, 2]))\n"
+        "try: torch.ops.strata.take_rows(x, torch.tensor([1, 2]))\n"
         "except IndexError as error: print(error)\n"
         "try: torch.ops.strata.add(x, x.double()[:, :0])\n"
         "except ValueError as error: print(error)\n"

@@ -13,17 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from strata_lab.engine import LLMEngine
-from strata_lab.kernels.cpu.packing import unpack
-from strata_lab.kernels.embedding import embedding_ref
 from strata_lab.models.draft_part import FEATURES, TOKEN_PROJ
 from strata_lab.models.errors import CheckpointError
 from strata_lab.models.loader import open_checkpoint
-from strata_lab.quant import get_format
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.settings import ConfigError
 from strata_lab.speculative.feature_draft import MOST_STATES, FeatureDraft, States
-from strata_lab.speculative.feature_step import token_rows
-from strata_lab.speculative.forecast import draft_memory
 from strata_lab.speculative.traffic import Text
 from strata_lab.speculative.train.features import (
     FeatureLesson,
@@ -141,38 +136,6 @@ def test_window_attention_starts_as_plain_attention() -> None:
     keys, values = (part[:, :2].repeat_interleave(2, 1) for part in (k, v))
     plain = torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True)
     torch.testing.assert_close(WindowAttention()("layer", q, k[:, :2], v[:, :2]), plain)
-
-
-# -- rows of tokens ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("at_once", [1000, 320, 7])
-def test_every_tokens_row_is_the_product_of_its_embedding(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strata_lab.speculative.feature_step.TOKENS_AT_ONCE", at_once)
-    embedding, matrix = (
-        get_format("int8").quantize(torch.randn(320, 64)),
-        get_format("int8").quantize(torch.randn(64, 64)),
-    )
-    exact = get_format("int8").dequantize(embedding).double() @ get_format("int8").dequantize(matrix).double().T
-    rows = token_rows(embedding, matrix, embedding_ref)
-    assert (rows.format, rows.shape) == ("bf16", (320, 64))
-    torch.testing.assert_close(rows.data.double(), exact, rtol=2**-8, atol=1e-4)
-
-
-def test_a_draft_has_the_table_in_the_embeddings_place_and_its_bytes_are_foreseen(
-    trained: Trained, target: Path
-) -> None:
-    promised = draft_memory(str(trained.folder), CPU, max_num_seqs=4, max_model_len=128, block_size=16)
-    options = {"max_num_seqs": 4, "max_model_len": 128, "block_size": 16}
-    with LLMEngine(target, device="cpu", draft_model=str(trained.folder), speculative="draft", **options) as engine:
-        step, embedding = always(engine).features, engine._loop.parts.weights.embedding
-        weights = step.model.weights
-        matrix = open_checkpoint(str(trained.folder)).linear(TOKEN_PROJ)
-        table = token_rows(embedding, matrix, embedding_ref)
-        torch.testing.assert_close(unpack(weights.embedding).data, table.data, rtol=2**-7, atol=1e-4)
-        states = [*step.weights.seen, step.weights.own]
-        assert promised.weights_bytes == pytest.approx(weights.nbytes + sum(w.matrix.nbytes for w in states), rel=0.05)
-        assert promised.kv_bytes == step.eager.kv.nbytes
 
 
 # -- guessing ---------------------------------------------------------------------------------------------------------

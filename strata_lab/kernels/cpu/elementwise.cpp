@@ -81,22 +81,20 @@ at::Tensor add(const at::Tensor& x, const at::Tensor& y) {
   return out;
 }
 
-// Row ids[t] of each of the tables [N, R, C], [N, T, C].
-at::Tensor take_rows(const at::Tensor& tables, const at::Tensor& ids) {
-  CHECK_VALUE(tables.dim() == 3 && tables.scalar_type() == at::kFloat, "tables must be float32 [N, R, C], not ",
-              tables.scalar_type(), " ", tables.sizes());
+at::Tensor take_rows(const at::Tensor& table, const at::Tensor& ids) {
+  CHECK_VALUE(table.dim() == 2 && table.scalar_type() == at::kFloat, "table must be float32 [R, C], not ",
+              table.scalar_type(), " ", table.sizes());
   CHECK_VALUE(ids.dim() == 1 && ids.scalar_type() == at::kLong, "ids must be int64 [T], not ", ids.scalar_type(),
               " ", ids.sizes());
-  const at::Tensor from = contiguous(tables), rows = contiguous(ids);
-  at::Tensor out = at::empty({tables.size(0), ids.size(0), tables.size(2)}, from.options());
+  const at::Tensor from = contiguous(table), rows = contiguous(ids);
+  at::Tensor out = at::empty({ids.size(0), table.size(1)}, from.options());
   perform([=] {
     const int64_t* id = rows.const_data_ptr<int64_t>();
-    const int64_t count = rows.numel(), height = from.size(1), width = from.size(2);
-    for (int64_t t = 0; t < count; ++t) {
-      CHECK_INDEX(id[t] >= 0 && id[t] < height, "id ", id[t], " is not a row of a table of ", height, " rows");
-      for (int64_t n = 0; n < from.size(0); ++n)
-        std::copy_n(from.const_data_ptr<float>() + (n * height + id[t]) * width, width,
-                    out.mutable_data_ptr<float>() + (n * count + t) * width);
+    const int64_t width = from.size(1);
+    for (int64_t t = 0; t < rows.numel(); ++t) {
+      CHECK_INDEX(id[t] >= 0 && id[t] < from.size(0), "id ", id[t], " is not a row of a table of ", from.size(0),
+                  " rows");
+      std::copy_n(from.const_data_ptr<float>() + id[t] * width, width, out.mutable_data_ptr<float>() + t * width);
     }
   });
   return out;
@@ -106,7 +104,7 @@ TORCH_LIBRARY_FRAGMENT(STRATA_NAMESPACE, m) {
   m.def("rope(Tensor x, Tensor cos, Tensor sin) -> Tensor");
   m.def("silu_mul(Tensor gate, Tensor up) -> Tensor");
   m.def("add(Tensor x, Tensor y) -> Tensor");
-  m.def("take_rows(Tensor tables, Tensor ids) -> Tensor");
+  m.def("take_rows(Tensor table, Tensor ids) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(STRATA_NAMESPACE, CPU, m) {

@@ -1,6 +1,6 @@
 """Small operators, one kernel each: norm, rotation, gating, sums and lookups (what writes the cache: `kv_write.py`).
 
-A fused decode step needs one of them (`step_rows`), the plain composition most. Each reads its inputs once
+A fused decode step needs two of them (`embedding`, `take_rows`), the plain composition all. Each reads its inputs once
 and writes its result once, 16 bytes a thread; at decode sizes that is a few KB, so what a launch costs is its latency:
 rows are spread over programs, nothing loops. Contracts: `kernels/<op>.py`.
 """
@@ -24,7 +24,7 @@ from strata_lab.quant.base import LinearWeight
 
 __all__ = [
     "add_triton", "embedding_triton", "kv_append_triton", "qkv_rope_append_triton", "rms_norm_triton", "rope_triton",
-    "silu_mul_triton", "step_rows_triton",
+    "silu_mul_triton", "take_rows_triton",
 ]  # fmt: skip
 
 FLAT_BLOCK = 1024  # elements of a program where rows do not matter
@@ -129,15 +129,37 @@ def add_triton(x: Tensor, y: Tensor) -> Tensor:
 
 
 @triton.jit
-def _dequantized(
-    row, cols, data_ptr, scales_ptr, mins_ptr, K: tl.constexpr, ROW: tl.constexpr, GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Columns of a row, float32.
+def _take_rows_kernel(table_ptr, ids_ptr, out_ptr, C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    launch.wait(PDL)
+    launch.trigger(PDL)
+    row = tl.load(ids_ptr + token).to(tl.int64)
+    tl.store(out_ptr + token * C + cols, tl.load(table_ptr + row * C + cols, mask=cols < C), mask=cols < C)
 
-    ROW: stored elements of a row. GROUPS: scales of a row. PACKED: two 4-bit codes in a byte.
-    """
+
+def take_rows_triton(table: Tensor, ids: Tensor) -> Tensor:
+    """`take_rows_ref` for a contiguous table [R, C]; ids outside it are not checked."""
+    width = table.shape[1]
+    out = torch.empty((ids.shape[0], width), dtype=table.dtype, device=table.device)
+    block = min(triton.next_power_of_2(width), ROW_BLOCK)
+    grid = (ids.shape[0], triton.cdiv(width, block))
+    _take_rows_kernel[grid](table, ids, out, width, block, **launch.options(table.device, num_warps=1))
+    return out
+
+
+@triton.jit
+def _embedding_kernel(
+    ids_ptr, data_ptr, scales_ptr, mins_ptr, out_ptr, K: tl.constexpr, ROW: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """ROW: stored elements of a row. GROUPS: scales of a row. PACKED: two 4-bit codes in a byte."""
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < K
+    launch.wait(PDL)
+    launch.trigger(PDL)
+    row = tl.load(ids_ptr + token).to(tl.int64)
     if PACKED:  # byte j of 32 columns: column j in the low nibble, column j + 16 in the high one
         at = cols // 32 * 16 + cols % 16
         byte = tl.load(data_ptr + row * ROW + at, mask=inside, other=0).to(tl.int32)
@@ -151,77 +173,20 @@ def _dequantized(
         w *= tl.load(scales_ptr + group, mask=inside, other=0.0).to(tl.float32)
         if mins_ptr is not None:
             w += tl.load(mins_ptr + group, mask=inside, other=0.0).to(tl.float32)
-    return w
-
-
-@triton.jit
-def _embedding_kernel(
-    ids_ptr, data_ptr, scales_ptr, mins_ptr, out_ptr, K: tl.constexpr, ROW: tl.constexpr, GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    launch.wait(PDL)
-    launch.trigger(PDL)
-    row = tl.load(ids_ptr + token).to(tl.int64)
-    w = _dequantized(row, cols, data_ptr, scales_ptr, mins_ptr, K, ROW, GROUPS, GROUP_SIZE, PACKED)
-    tl.store(out_ptr + token * K + cols, w, mask=cols < K)
-
-
-@triton.jit
-def _step_rows_kernel(
-    ids_ptr, data_ptr, scales_ptr, mins_ptr, out_ptr, positions_ptr, rotary_ptr, turns_ptr, num_positions,
-    K: tl.constexpr, ROW: tl.constexpr, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, PACKED: tl.constexpr,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, TURN_BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The last program of a token has its position, the others parts of its row."""
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    launch.wait(PDL)
-    launch.trigger(PDL)
-    if part < tl.num_programs(1) - 1:
-        cols = part * BLOCK + tl.arange(0, BLOCK)
-        row = tl.load(ids_ptr + token).to(tl.int64)
-        w = _dequantized(row, cols, data_ptr, scales_ptr, mins_ptr, K, ROW, GROUPS, GROUP_SIZE, PACKED)
-        tl.store(out_ptr + token * K + cols, w.to(out_ptr.dtype.element_ty), mask=cols < K)
-    else:
-        at = tl.arange(0, TURN_BLOCK)
-        table, col, inside = (at // HALF).to(tl.int64), at % HALF, at < 2 * HALF
-        position = tl.load(positions_ptr + token).to(tl.int64)
-        turn = tl.load(rotary_ptr + (table * num_positions + position) * HALF + col, mask=inside)
-        tl.store(turns_ptr + (table * tl.num_programs(0) + token) * HALF + col, turn, mask=inside)
-
-
-def _layout(weight: LinearWeight) -> tuple[Any, ...]:
-    """K to PACKED of the kernels above."""
-    assert weight.layout == "rows", weight.layout
-    groups = 0 if weight.scales is None else weight.scales.shape[1]
-    return weight.shape[1], weight.data.shape[1], groups, weight.group_size, weight.format == "int4"
+    tl.store(out_ptr + token * K + cols, w, mask=inside)
 
 
 def embedding_triton(ids: Tensor, weight: LinearWeight) -> Tensor:
     """`embedding_ref` for layout "rows": [T] ids -> [T, K] float32; ids outside the table are not checked."""
-    width, device = weight.shape[1], weight.data.device
-    out = torch.empty((ids.shape[0], width), dtype=torch.float32, device=device)
+    assert weight.layout == "rows", weight.layout
+    width, data, scales = weight.shape[1], weight.data, weight.scales
+    out = torch.empty((ids.shape[0], width), dtype=torch.float32, device=data.device)
     grid = (ids.shape[0], triton.cdiv(width, ROW_BLOCK))
     _embedding_kernel[grid](
-        ids, weight.data, weight.scales, weight.mins, out, *_layout(weight), ROW_BLOCK, **launch.options(device)
+        ids, data, scales, weight.mins, out, width, data.shape[1], 0 if scales is None else scales.shape[1],
+        weight.group_size, weight.format == "int4", ROW_BLOCK, **launch.options(data.device),
     )  # fmt: skip
     return out
-
-
-def step_rows_triton(
-    ids: Tensor, weight: LinearWeight, positions: Tensor, rotary: Tensor, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    """`step_rows_ref` for layout "rows" and contiguous tables; ids and positions outside them are not checked."""
-    count, width, (tables, num_positions, half) = ids.shape[0], weight.shape[1], rotary.shape
-    assert tables == 2 and rotary.is_contiguous(), (rotary.shape, rotary.stride())
-    out = torch.empty((count, width), dtype=dtype, device=rotary.device)
-    turns = torch.empty((tables, count, half), dtype=rotary.dtype, device=rotary.device)
-    _step_rows_kernel[(count, triton.cdiv(width, ROW_BLOCK) + 1)](
-        ids, weight.data, weight.scales, weight.mins, out, positions, rotary, turns, num_positions, *_layout(weight),
-        half, ROW_BLOCK, triton.next_power_of_2(2 * half), **launch.options(rotary.device),
-    )  # fmt: skip
-    return out, turns
 
 
 def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -234,7 +199,7 @@ def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"silu_mul-{name}", partial(silu_mul_triton, x, x)
         yield f"add-{name}", partial(add_triton, x, x)
         yield f"rope-{name}", partial(rope_triton, meta.tensor(1, 32, 128, dtype=dtype), turn, turn)
-    rotary = meta.tensor(2, 32768, 64, dtype=torch.float32)
+    yield "take_rows", partial(take_rows_triton, meta.tensor(32768, 64, dtype=torch.float32), ids)
     codes, scales = meta.tensor(151936, 2560, dtype=torch.float8_e4m3fn), meta.tensor(151936, 1, dtype=torch.float32)
     nibbles, fine = meta.tensor(49152, 288, dtype=torch.uint8), meta.tensor(49152, 18, dtype=half)
     for weight in (
@@ -244,4 +209,3 @@ def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         LinearWeight("int4", (49152, 576), nibbles, fine, fine, group_size=32),
     ):
         yield f"embedding-{weight.format}", partial(embedding_triton, ids, weight)
-        yield f"step_rows-{weight.format}", partial(step_rows_triton, ids, weight, ids, rotary, torch.bfloat16)

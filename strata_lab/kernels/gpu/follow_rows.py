@@ -21,7 +21,7 @@ from strata_lab.speculative.window_state import WindowState
 @triton.jit
 def _follow_kernel(
     positions, seq_lens, max_seq_lens, fed, sampled, draft_max,
-    row_ids, row_positions, row_lens, row_slots, tables, width, draft_width,
+    row_ids, row_positions, row_lens, row_slots, tables, kept, width, draft_width,
     ROWS: tl.constexpr, ROWS_POW2: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, num_seqs = tl.program_id(0), tl.num_programs(0)
@@ -36,6 +36,7 @@ def _follow_kernel(
     seen = live & mask & (step <= accepted) & (here < drafted)
     put(row_positions, row_lens, row_slots, at, here, seen, tables, row, draft_width, mask, BLOCK_SIZE)
     tl.store(row_ids + at, tl.where(seen, tl.maximum(token, 0), 0), mask=mask)
+    tl.store(kept + row, accepted * num_seqs + row)
 
 
 def place_rows(state: WindowState, window: DecodeState, rows: FollowRows) -> None:
@@ -44,7 +45,7 @@ def place_rows(state: WindowState, window: DecodeState, rows: FollowRows) -> Non
     num_seqs, count = base.input_ids.shape[0], window.input_ids.shape[0] // base.input_ids.shape[0]
     _follow_kernel[(num_seqs,)](
         base.positions, base.seq_lens, base.max_seq_lens, state.report[0], state.report[1], drafts.max_seq_lens,
-        rows.input_ids, rows.positions, rows.seq_lens, rows.slot_mapping, rows.block_tables,
+        rows.input_ids, rows.positions, rows.seq_lens, rows.slot_mapping, rows.block_tables, rows.kept,
         base.block_tables.shape[1], drafts.block_tables.shape[1], ROWS=count, ROWS_POW2=triton.next_power_of_2(count),
         BLOCK_SIZE=state.block_size, **options(base.input_ids.device, num_warps=1),
     )  # fmt: skip

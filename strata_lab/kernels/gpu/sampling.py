@@ -2,8 +2,7 @@
 
 `sample_greedy` is one kernel that reads each logit once (600 KB a row at 151,936 tokens, from the L2 cache, where
 the LM head has just written them): programs reduce their part to one integer key, and the last one of a row to arrive
-takes the smallest key and advances the row. The few logits of a draft are one program's, which waits for no other.
-`sample_drawn` is for batches with a temperature (`sampling_draw.py`).
+takes the smallest key and advances the row. `sample_drawn` is for batches with a temperature (`sampling_draw.py`).
 
 Rows do not look at each other, keys are unique integers, and so the result is the same in any batch and any order of
 arrival.
@@ -35,9 +34,6 @@ from strata_lab.kernels.gpu.sampling_draw import sample_drawn
 __all__ = ["DecodeState", "sample_drawn", "sample_greedy"]
 
 
-ALONE = 16384  # logits that one program reads: 64 KB
-
-
 @dataclass(frozen=True)
 class GreedyConfig:
     """Logits of one program (a power of two from `GREEDY_CHUNK`) and its warps."""
@@ -46,14 +42,8 @@ class GreedyConfig:
     num_warps: int = 4
 
 
-def greedy_config(num_seqs: int, vocab_size: int) -> GreedyConfig:
-    """Many programs for one row, whose latency counts; fewer each for many rows, which fill the card anyway.
-
-    Of up to `ALONE` logits one program: it has read them before an arrival would be counted and the parts read again.
-    """
-    if vocab_size <= ALONE:
-        chunk = max(GREEDY_CHUNK, triton.next_power_of_2(vocab_size))
-        return GreedyConfig(chunk, min(max(chunk // 1024, 4), 16))
+def greedy_config(num_seqs: int) -> GreedyConfig:
+    """Many programs for one row, whose latency counts; fewer each for many rows, which fill the card anyway."""
     if num_seqs <= 2:
         return GreedyConfig(GREEDY_CHUNK, 4)
     return GreedyConfig(2 * GREEDY_CHUNK, 4) if num_seqs <= 8 else GreedyConfig(4 * GREEDY_CHUNK, 4)
@@ -76,17 +66,13 @@ def _greedy_kernel(
     position, slot, seq_len, drawn = upcoming(
         positions, seq_lens, block_tables, max_seq_lens, output_positions, row, table_width, BLOCK_SIZE
     )
-    best = tl.min(sort_keys(x, ids))
-    last = True
-    if PARTS > 1:
-        tl.store(partials + row * PARTS + part, best)
-        last = tl.atomic_add(arrivals + row, 1, sem="acq_rel") == PARTS - 1
-    if last:
-        if PARTS > 1:
-            parts, none = tl.arange(0, PARTS_POW2), 0x7FFFFFFFFFFFFFFF
-            keys = tl.load(partials + row * PARTS + parts, mask=parts < PARTS, other=none, cache_modifier=".cg")
-            best = tl.min(keys)
-            tl.store(arrivals + row, 0)
+    tl.store(partials + row * PARTS + part, tl.min(sort_keys(x, ids)))
+    if tl.atomic_add(arrivals + row, 1, sem="acq_rel") == PARTS - 1:
+        parts = tl.arange(0, PARTS_POW2)
+        last = 0x7FFFFFFFFFFFFFFF
+        keys = tl.load(partials + row * PARTS + parts, mask=parts < PARTS, other=last, cache_modifier=".cg")
+        best = tl.min(keys)
+        tl.store(arrivals + row, 0)
         token = tl.where(is_best(best), key_ids(best), -2)
         advance(
             token, position, slot, seq_len, drawn, row, step,
@@ -107,7 +93,7 @@ def sample_greedy(logits: Tensor, state: DecodeState, step: int, config: GreedyC
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
     assert (num_seqs, vocab_size) == (state.input_ids.shape[0], state.vocab_size), logits.shape
     assert 0 <= step < state.out_tokens.shape[0], step
-    config = config or greedy_config(num_seqs, vocab_size)
+    config = config or greedy_config(num_seqs)
     assert config.chunk >= GREEDY_CHUNK, config
     parts = triton.cdiv(vocab_size, config.chunk)
     _greedy_kernel[(num_seqs, parts)](
@@ -129,7 +115,7 @@ def sample_greedy(logits: Tensor, state: DecodeState, step: int, config: GreedyC
 
 def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Both samplers at the reference vocabularies."""
-    for vocab_size, num_seqs in ((151936, 1), (151936, 8), (151936, 16), (49152, 1), (16384, 1), (320, 3)):
+    for vocab_size, num_seqs in ((151936, 1), (151936, 8), (151936, 16), (49152, 1), (320, 3)):
         state = DecodeState.empty(num_seqs, 64, 4, 16, vocab_size, "meta")
         logits = torch.empty(num_seqs, vocab_size, device="meta")
         name = f"V{vocab_size}_B{num_seqs}"

@@ -1,7 +1,7 @@
 """The two ends of a captured cycle of drafting and verifying, a program per request: see `speculative/window_state.py`.
 
-Both move a few hundred bytes, or a state besides; what counts is that each is one kernel. A program reads all that it
-needs of its request before it writes, and nothing of another's.
+Both move a few hundred bytes; what counts is that each is one kernel. A program reads all that it needs of its request
+before it writes, and nothing of another's.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,12 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from strata_lab.kernels.gpu import meta
 from strata_lab.kernels.gpu.decode_state import DecodeState
 from strata_lab.kernels.gpu.launch import options, trigger, wait
-from strata_lab.speculative.window_state import StatesBehind, WindowOps, WindowState
-
-STATE_BLOCK = 1024  # columns of a state that are copied at once
+from strata_lab.speculative.window_state import WindowOps, WindowState
 
 
 @triton.jit
@@ -83,9 +80,8 @@ def _open_kernel(
 
 @triton.jit
 def _close_kernel(
-    input_ids, previous_ids, positions, seq_lens, max_seq_lens, output_positions, fed, sampled, states, own, width,
-    HIDDEN: tl.constexpr, STATE_BLOCK: tl.constexpr, ROWS: tl.constexpr, ROWS_POW2: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr,
+    input_ids, previous_ids, positions, seq_lens, max_seq_lens, output_positions, fed, sampled, width,
+    ROWS: tl.constexpr, ROWS_POW2: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, num_seqs = tl.program_id(0), tl.num_programs(0)
     wait(PDL)
@@ -99,11 +95,6 @@ def _close_kernel(
     before = tl.where(accepted > 0, tl.sum(tl.where(step == accepted - 1, here, 0)), token)
     position += accepted + 1
     more = position < capacity
-    if states is not None:
-        kept = states + (accepted.to(tl.int64) * num_seqs + row) * HIDDEN
-        for first in tl.static_range(0, HIDDEN, STATE_BLOCK):
-            cols = first + tl.arange(0, STATE_BLOCK)
-            tl.store(own + row * HIDDEN + cols, tl.load(kept + cols, mask=cols < HIDDEN), mask=cols < HIDDEN)
     tl.debug_barrier()  # every warp has read before one of them writes
     tl.store(previous_ids + row, before, mask=live)
     tl.store(input_ids + row, tl.maximum(last, 0), mask=live)
@@ -127,17 +118,13 @@ def open_window(state: WindowState, window: DecodeState) -> None:
     )  # fmt: skip
 
 
-def close_window(state: WindowState, window: DecodeState, behind: StatesBehind | None = None) -> None:
-    """`window_state.close_window`; states are contiguous."""
+def close_window(state: WindowState, window: DecodeState) -> None:
+    """`window_state.close_window`."""
     base = state.base
-    states, own = (None, None) if behind is None else (behind.rows, behind.own)
-    hidden = 0 if own is None else own.shape[1]
-    assert states is None or own is None or (states.is_contiguous() and own.is_contiguous()), "states lie row by row"
     num_seqs, rows = base.input_ids.shape[0], window.input_ids.shape[0] // base.input_ids.shape[0]
     _close_kernel[(num_seqs,)](
         base.input_ids, state.previous_ids, base.positions, base.seq_lens, base.max_seq_lens, base.output_positions,
-        state.report[0], state.report[1], states, own, base.block_tables.shape[1], HIDDEN=hidden,
-        STATE_BLOCK=min(STATE_BLOCK, triton.next_power_of_2(hidden)), ROWS=rows,
+        state.report[0], state.report[1], base.block_tables.shape[1], ROWS=rows,
         ROWS_POW2=triton.next_power_of_2(rows), BLOCK_SIZE=state.block_size,
         **options(base.input_ids.device, num_warps=1),
     )  # fmt: skip
@@ -166,6 +153,3 @@ def aot_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         window = state.window(target, drafts)
         yield f"open_B{num_seqs}", partial(open_window, state, window)
         yield f"close_B{num_seqs}", partial(close_window, state, window)
-        for width in (576, 2560):
-            rows, own = (meta.tensor(n, width) for n in (window.input_ids.shape[0], num_seqs))
-            yield f"close_B{num_seqs}_{width}", partial(close_window, state, window, StatesBehind(rows, own))

@@ -83,7 +83,7 @@ class Network:
         weight = self.tensors[name]
         return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.config.rms_norm_eps)
 
-    def _attention(self, h: Tensor, prefix: str, rotary: Tensor, attend: Attend) -> Tensor:
+    def _attention(self, h: Tensor, prefix: str, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         c = self.config
         q, k, v = (self._heads(h, f"{prefix}{part}", n) for part, n in
                    (("q", c.num_q_heads), ("k", c.num_kv_heads), ("v", c.num_kv_heads)))  # fmt: skip
@@ -108,8 +108,8 @@ def causal(prefix: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
 
 
-def _rotated(x: Tensor, rotary: Tensor) -> Tensor:
-    """RoPE in half-split order: [B, heads, T, D] with tables [2, T, D/2], float32."""
+def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """RoPE in half-split order: [B, heads, T, D] with tables of [T, D/2], float32."""
     cos, sin = rotary
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
