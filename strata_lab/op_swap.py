@@ -17,8 +17,6 @@ from strata_lab.events import SettingEvent
 from strata_lab.kernel_lab import SWAPPED_STEP, Guarded, SwapReport, judge, spec_of
 from strata_lab.kernels import bind
 
-PARTS_OF = {"embedding": "step_rows"}  # operators that no step calls by themselves
-
 
 def swap_op(builder: Builder, loop: EngineLoop, op: str, fn: Callable[..., Any] | None) -> SwapReport:
     """Judge, try and swap; the caller lets no other change of settings run meanwhile.
@@ -54,13 +52,8 @@ def swap_op(builder: Builder, loop: EngineLoop, op: str, fn: Callable[..., Any] 
         builder.swapped.update(kept)
         return replace(report, status="refused", reason=f"a trial step raised {type(error).__name__}: {error}")
     guarded.armed = True
-    return replace(report, calls_per_step=calls, swap_ms=swap_ms, reason="" if calls else _unused(op))
-
-
-def _unused(op: str) -> str:
-    if op in PARTS_OF:
-        return f"no step calls it: it is part of {PARTS_OF[op]}; try swap_op({PARTS_OF[op]!r}, ...)"
-    return "no decode step calls it under these toggles; try apply(fused_kernels=False)"
+    unused = "" if calls else "no decode step calls it under these toggles; try apply(fused_kernels=False)"
+    return replace(report, calls_per_step=calls, swap_ms=swap_ms, reason=unused)
 
 
 def _in_force(builder: Builder, loop: EngineLoop, started: float) -> float:

@@ -13,7 +13,6 @@ from strata_lab.engine import LLMEngine
 from strata_lab.events import SettingEvent
 from strata_lab.kernel_lab import judge, spec_of
 from strata_lab.kernels import OPERATORS
-from strata_lab.kernels.embedding import embedding
 from strata_lab.kernels.rms_norm import rms_norm_ref
 from strata_lab.sampling_params import SamplingParams
 from tests.checkpoints import write_checkpoint
@@ -182,9 +181,3 @@ def test_other_operators_written_by_hand_run_in_the_engine_and_change_no_token(
     assert tokens(engine) == before
     assert engine.swap_op(op, lambda *args, **kwargs: fn(*args, **kwargs) * 1.1).status == "refused"
     assert engine.swapped_ops == {op: fn}, "what kept its contract goes on"
-
-
-def test_a_part_of_another_operator_names_the_one_that_steps_call(engine: LLMEngine) -> None:
-    report = engine.swap_op("embedding", lambda ids, weight: embedding(ids, weight))
-    assert report.calls_per_step == 0 and "try swap_op('step_rows'" in report.reason, report
-    assert engine.swap_op("embedding", None).ok
