@@ -128,9 +128,10 @@ class CudaRecorder:
             torch.cuda.current_stream(device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # thread_local: another thread may be building new weights meanwhile, which allocates
-            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+            pool, self._pool = self._pool, None  # one in which a capture failed takes no other
+            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
                 result = work()
-            self._pool = self._pool or graph.pool()
+            self._pool = pool or graph.pool()
             self.captures += 1
 
             def replay(graph: Any = graph, kept: Any = work) -> None:

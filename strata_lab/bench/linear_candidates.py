@@ -82,7 +82,7 @@ def candidates(product: Product, fmt: str, tokens: int) -> list[Config | None]:
     bits = 4 if fmt.startswith("int4") else 16 if fmt == "bf16" else 8
     if tokens == 1 and fmt.startswith("int"):
         found += _int_candidates(product, fmt, bits)
-    elif 1 < tokens <= gemv_config.FEW_ROWS and fmt == "bf16" and product.k <= gemv_config.SHORT:
+    elif 1 < tokens <= gemv.MAX_ROWS and fmt == "bf16" and product.k <= gemv_config.SHORT:
         found += _few_rows_candidates(product)
     elif tokens <= 2:
         found += _gemv_candidates(product, fmt, bits)

@@ -8,7 +8,7 @@ the token alone, and nobody finds it in the draft's own prefix cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -18,10 +18,11 @@ from torch import Tensor
 
 from strata_lab.batch import ScheduledBatch
 from strata_lab.block_manager import BlockManager
-from strata_lab.graph_prompts import padded
+from strata_lab.capture import idle_rows
+from strata_lab.graph_prompts import PROMPT_TOKENS, TABLE_WIDTH, padded
 from strata_lab.request import Request
 from strata_lab.runner import Slice, StepInputs, StepResult
-from strata_lab.speculative.draft_model import DraftModel, Follower
+from strata_lab.speculative.draft_model import CATCH_UP_TOKENS, DraftModel, Follower
 from strata_lab.speculative.feature_step import FeatureStep
 
 MOST_STATES = 2048  # tokens of a request whose states wait; of a longer text the older ones are forgotten
@@ -102,6 +103,17 @@ class FeatureDraft(DraftModel):
         self.features = step
         self.own: dict[Request, Tensor] = {}
         self._heard: dict[Request, States] = {}
+
+    @torch.inference_mode()
+    def warm_up(self, progress: Callable[[str, float], None]) -> None:
+        """Take texts in that nobody wrote, of each size that a GPU compiles for: later it would stop a stream."""
+        sizes = [1, *(size for size in PROMPT_TOKENS if size <= CATCH_UP_TOKENS)]
+        for done, size in enumerate(sizes):
+            progress("compiling the draft's steps", done / len(sizes))
+            inputs = idle_rows(size, 1, TABLE_WIDTH, self.device) if size > 1 else StepInputs.idle(1, 2, self.device)
+            states = [self.features.no_states(size)] * self.features.num_seen
+            self.features.model.logits(self._of_texts(inputs, states)[-1:])
+        progress("compiling the draft's steps", 1.0)
 
     def hear(self, batch: ScheduledBatch, result: StepResult) -> None:
         """Keep what a step of the target tells of its requests; guesses that did not come true are left out."""

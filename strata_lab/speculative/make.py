@@ -168,7 +168,10 @@ def model_drafter(
     assert isinstance(runner.step, EagerStep)
     layers_format = parts.weights.layers[0].attention.qkv.format
     step = FeatureStep(runner.step, RowWeights.read(builder.reader(layers_format), len(part.seen)))
-    return _timed(FeatureDraft(step, *rest), lambda: step.model.logits(step.further(inputs, step.no_states(1))))
+    made = FeatureDraft(step, *rest)
+    if builder.device.type == "cuda":
+        made.warm_up(builder.progress)
+    return _timed(made, lambda: step.model.logits(step.further(inputs, step.no_states(1))))
 
 
 def _timed(drafter: DraftModel, step: Callable[[], Any]) -> DraftModel:

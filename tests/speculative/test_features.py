@@ -13,11 +13,14 @@ import torch
 import torch.nn.functional as F
 
 from strata_lab.engine import LLMEngine
+from strata_lab.graph_prompts import PROMPT_TOKENS, padded
 from strata_lab.models.draft_part import FEATURES, TOKEN_PROJ
 from strata_lab.models.errors import CheckpointError
 from strata_lab.models.loader import open_checkpoint
+from strata_lab.runner import Slice, StepInputs
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.settings import ConfigError
+from strata_lab.speculative.draft_model import CATCH_UP_TOKENS
 from strata_lab.speculative.feature_draft import MOST_STATES, FeatureDraft, States
 from strata_lab.speculative.traffic import Text
 from strata_lab.speculative.train.features import (
@@ -242,3 +245,36 @@ def test_states_are_found_again_and_old_ones_are_let_go() -> None:
     assert found(3, 3, spared=3) == ([0, 3, 3], 3), "one is spared"
     states.add(9, of(MOST_STATES, 4.0))
     assert found(8, 3) == ([0, 4, 4], 0), "so many tokens are kept, the newest"
+
+
+def test_warming_up_takes_in_every_size_that_texts_are_taken_in_with(trained: Trained, target: Path) -> None:
+    told: list[tuple[str, float]] = []
+    with LLMEngine(target, device="cpu", draft_model=str(trained.folder), speculative="draft") as engine:
+        drafter = always(engine)
+        sizes: list[int] = []
+        hidden = drafter.features.hidden
+
+        def seen(inputs: Any, states: Any) -> torch.Tensor:
+            sizes.append(inputs.input_ids.shape[0])
+            assert {len(rows) for rows in states} == {sizes[-1]}
+            return hidden(inputs, states)
+
+        drafter.features.hidden = seen  # type: ignore[method-assign]
+        before = drafter.blocks.num_free
+        drafter.warm_up(lambda task, fraction: told.append((task, fraction)))
+        assert sizes == [1, *(n for n in PROMPT_TOKENS if n <= CATCH_UP_TOKENS)] and drafter.blocks.num_free == before
+        assert told[0][1] == 0.0 and told[-1][1] == 1.0
+        drafter.features.hidden = hidden  # type: ignore[method-assign]
+
+
+def test_a_padded_step_says_of_its_rows_what_the_step_says(trained: Trained, target: Path) -> None:
+    with LLMEngine(target, device="cpu", draft_model=str(trained.folder), speculative="draft") as engine:
+        drafter = always(engine)
+        parts = [Slice([5, 6, 7, 8, 9], 0, [1], 1), Slice([40, 41, 42], 0, [2], 1)]
+        inputs = StepInputs.gather(parts, drafter.blocks.block_size, CPU)
+        states = [torch.randn(8, drafter.features.model.config.hidden_size) for _ in range(drafter.features.num_seen)]
+        expected = drafter._of_texts(inputs, states)
+        whole = padded(inputs)
+        assert whole.input_ids.shape[0] == PROMPT_TOKENS[0]
+        found = drafter.features.hidden(whole, [F.pad(rows, (0, 0, 0, PROMPT_TOKENS[0] - 8)) for rows in states])
+        torch.testing.assert_close(found[:8], expected, atol=1e-5, rtol=1e-4)

@@ -99,46 +99,40 @@ def attend(
 
 @triton.jit
 def combine(
-    acc_ptr, stats_ptr, out_ptr, active, v_scale, token_stride, G: tl.constexpr, TOKENS: tl.constexpr,
-    D: tl.constexpr, D_P: tl.constexpr, CHUNK: tl.constexpr,
+    acc_ptr, stats_ptr, out_ptr, active, v_scale, G: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of some tokens and a KV head, always from the first to the last. Past L1: others wrote them."""
-    ROWS_P: tl.constexpr = triton.next_power_of_2(TOKENS * G)
+    """Add up the parts of one request and KV head, always from the first to the last. Past L1: others wrote them."""
+    ROWS_P: tl.constexpr = triton.next_power_of_2(G)
     rows = tl.arange(0, ROWS_P)
     cols = tl.arange(0, D_P)
     top = tl.full([ROWS_P], float("-inf"), tl.float32)
     total = tl.zeros([ROWS_P], tl.float32)
     acc = tl.zeros([ROWS_P, D_P], tl.float32)
     at = rows[:, None] * D + cols[None, :]
-    inside = (rows[:, None] < TOKENS * G) & (cols[None, :] < D)
+    inside = (rows[:, None] < G) & (cols[None, :] < D)
     for start in range(0, active, CHUNK):
         values, maxima, sums = (), (), ()  # all loads of a chunk before the first use; nothing passes between threads
         for i in tl.static_range(CHUNK):
             there = start + i < active
             stat = stats_ptr + (start + i) * (2 * ROWS_P) + rows
-            acc_at = acc_ptr + (start + i) * (TOKENS * G * D) + at
+            acc_at = acc_ptr + (start + i) * (G * D) + at
             values = values + (tl.load(acc_at, mask=inside & there, other=0.0, cache_modifier=".cg"),)
             maxima = maxima + (tl.load(stat, mask=there, other=float("-inf"), cache_modifier=".cg"),)
             sums = sums + (tl.load(stat + ROWS_P, mask=there, other=0.0, cache_modifier=".cg"),)
         higher = top
         for i in tl.static_range(CHUNK):
             higher = tl.maximum(higher, maxima[i])
-        base = higher
-        if TOKENS > 1:  # one of them may be no token, of which no part has seen anything
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(top - base)
+        shrink = tl.exp2(top - higher)
         total = total * shrink
         acc = acc * shrink[:, None]
         for i in tl.static_range(CHUNK):
-            factor = tl.exp2(maxima[i] - base)
+            factor = tl.exp2(maxima[i] - higher)
             total += sums[i] * factor
             acc += values[i] * factor[:, None]
         top = higher
-    if TOKENS > 1:
-        total = tl.where(total > 0, total, 1.0)
     out = acc * (v_scale / total)[:, None]
-    out_at = rows // G * token_stride + rows % G * D
-    tl.store(out_ptr + out_at[:, None] + cols[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def operand(x: torch.dtype, cache: torch.dtype) -> tuple[Any, str]:

@@ -2,8 +2,8 @@
 
     1                         weight straight from memory into CUDA cores: all that matters is bytes (gemv.py;
                               integer codes with groups: gemv_int.py)
-    2 to 16                   the same into tensor cores (gemv_mma.py); float32 x and odd widths: gemv.py, gemm.py; up
-                              to 4 of short bf16 rows that are gated: gemv.py
+    2 to 16                   the same into tensor cores (gemv_mma.py); float32 x and odd widths: gemv.py, gemm.py; 2
+                              of short bf16 rows that are gated: gemv.py
     rows <= gemm.MAX_ROWS     tensor cores through `tl.dot`, weight converted in registers (gemm.py)
     more                      weight expanded once, then cuBLAS (gemm_dense.py)
 
