@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strata_lab.bench.interference import Disturbance, disturb
+from strata_lab.bench.measure import COUNTS_CAPTURES, MOST_RUNS, until_none_captured
 from strata_lab.events import StepEvent
 from strata_lab.lessons.checks import Verdict, choice, number
 from strata_lab.lessons.crowd import token_ms
@@ -41,7 +42,16 @@ def prompt_tokens(engine: Any, seconds: float) -> int:
 
 
 def interrupt(engine: Any, tokens: int, streams: int = STREAMS) -> Interruption:
-    """Let some streams decode, send one prompt of `tokens` tokens, and see who waits how long."""
+    """Let some streams decode, send one prompt of `tokens` tokens, and see who waits how long.
+
+    On a GPU again, until a time in which nothing was captured: that takes longer than a prompt.
+    """
+    most = 1 if COUNTS_CAPTURES[engine.device.type] else MOST_RUNS
+    found = until_none_captured(lambda: _interrupt(engine, tokens, streams), lambda: engine._loop.captures, most)
+    return found[-1][0]
+
+
+def _interrupt(engine: Any, tokens: int, streams: int) -> Interruption:
     with Trace(engine) as seen:
         found = disturb(engine, streams, tokens)
     came = token_ms(seen)
@@ -112,12 +122,11 @@ def trade(found: Mapping[int, Interruption]) -> Any:
 
 
 def budgets(engine: Any, tokens: int, sizes: tuple[int, ...]) -> dict[int, Interruption]:
-    """One interruption per budget of a step, without `pd_split`; on a GPU one after those that capture its shapes."""
+    """One interruption per budget of a step, without `pd_split`."""
     found = {}
     for size in sizes:
         applying(engine, budget={"max_num_batched_tokens": size, "pd_split": False})["budget"]()
-        for _ in range(prompt_rounds(engine) if engine.device.type == "cuda" else 1):
-            found[size] = interrupt(engine, tokens)
+        found[size] = interrupt(engine, tokens)
     return found
 
 
