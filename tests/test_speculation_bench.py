@@ -13,6 +13,7 @@ import pytest
 from strata_lab.bench import in_turns, speculation, speculation_check, speculation_report
 from strata_lab.bench.drafted_texts import NUM_REQUESTS, TEXT_KINDS, TextKind, text_kind
 from strata_lab.bench.harness import Environment, Spread, join_results
+from strata_lab.bench.measure import RunFailed
 from strata_lab.bench.speculation_check import check
 from strata_lab.bench.tiny_model import write_tiny_model
 from strata_lab.engine import LLMEngine
@@ -245,6 +246,19 @@ def test_drafts_of_loops_are_told_apart_in_the_figures() -> None:
     assert m["loop_share"] == pytest.approx(2 / 3)
     assert m["kinds"]["code"] == {"windows": 2, "drafted": 4, "accepted": 4}
     assert (m["policy_share"], m["policy_us"]) == (0.05, 500.0)
+
+
+def test_groups_with_a_text_that_loops_count_only_where_loops_are_measured() -> None:
+    fast, slow = (in_turns.Pair(segment(40, 10), segment(ms, size=3, tokens=3)) for ms in (20, 40))
+    text, loop = tuple(range(60)), tuple(range(10)) + (7, 8) * 30
+    on = speculation.Group((fast,), 40.0, 20.0, (text,), (loop,), (), 2, 1, 2, 4)
+    off = dataclasses.replace(on, off_texts=(loop,), on_texts=(text,))
+    good = dataclasses.replace(on, pairs=(slow,), on_texts=(text,))
+    m = speculation.figures([on, good, off])
+    assert m["net"] == speculation.figures([good])["net"] < speculation.figures([on, good, off], loops=True)["net"]
+    assert (m["loops"], m["groups_looping"], m["texts"]) == (0, 2, 1)
+    with pytest.raises(RunFailed, match="no text looped"):
+        speculation.figures([on, off])
 
 
 def test_a_place_is_missed_only_if_it_surely_is_and_reached_only_if_it_surely_is() -> None:

@@ -167,7 +167,7 @@ def measure(
             while not runs or time.perf_counter() < end_s:
                 group = groups[len(runs) % len(groups)]
                 runs.append(undisturbed(partial(one_group, engine, kind, *group, place), tries=1))
-            metrics = figures([run for run, _ in runs]) | verdict(place, batch) | {"warm_ups": warm_ups}
+            metrics = figures([run for run, _ in runs], kind.loops) | verdict(place, batch) | {"warm_ups": warm_ups}
             yield environment.record(
                 f"speculation/{drafter}/{kind.name}/x{batch}", script=SCRIPT,
                 conditions=conditions(engine, kind, drafter) | {"batch": batch, "output_tokens": max_tokens},

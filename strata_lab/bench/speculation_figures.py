@@ -43,12 +43,22 @@ class Group:
     idle_ms: tuple[tuple[float, float], ...] = ()
     pairs_capturing: int = 0
 
+    @property
+    def loops(self) -> int:
+        """Texts of both sides that go round in circles."""
+        return sum(loop_start(text) < len(text) for text in (*self.off_texts, *self.on_texts))
 
-def figures(groups: Sequence[Group]) -> dict[str, Any]:
-    """Metrics of a record: what was gained, how sure that is, and what came true of the guesses."""
+
+def figures(every: Sequence[Group], loops: bool = False) -> dict[str, Any]:
+    """Metrics of a record: what was gained, how sure that is, and what came true of the guesses.
+
+    Groups with a text that goes round in circles are left out, unless `loops` are what is measured. Texts are cut
+    before that, but where rounding makes another one of them it may loop all the same.
+    """
+    groups = [group for group in every if loops or not group.loops]
     found = [pair for group in groups for pair in group.pairs]
     if not found:
-        raise RunFailed("in no step all requests decoded and nothing was captured; measure more --tokens")
+        raise RunFailed("in no step all requests decoded, nothing was captured and no text looped; try more --tokens")
     pairs, idle = undisturbed_pairs(found), [both for group in groups for both in group.idle_ms]
     ratios = [pair.ratio for pair in pairs]
     windows = [draft for group in groups for draft in group.drafts]
@@ -84,6 +94,7 @@ def figures(groups: Sequence[Group]) -> dict[str, Any]:
         "accepted_by_position": by_place[1],
         "kinds": kinds,
         "loops": sum(loop_start(text) < len(text) for text in texts),
+        "groups_looping": len(every) - len(groups),
         "loop_share": sum(d.num_accepted for d in windows if d.is_loop) / accepted if accepted else 0.0,
         "texts": len(texts),
         "different_texts": sum(

@@ -116,6 +116,22 @@ def test_what_the_engine_takes_stays_within_its_share_of_the_cards_memory() -> N
         assert taken >= 0.16, "and the pool uses what there is"
 
 
+@pytest.mark.parametrize("model", ["qwen3.8-flash-dense", "qwen3.8-flash@0.3"])
+def test_nobody_reads_what_lay_in_an_fp8_cache_before(model: str) -> None:
+    """At the reference geometry; a byte of it may mean NaN."""
+    options = {"weight_format": "fp8", "kv_cache_dtype": "bf16", "prefix_cache": False, "num_kv_blocks": 600}
+    with LLMEngine(model, device="cuda", max_num_seqs=8, **options) as engine:
+        engine.generate([[7 + i] * 128 for i in range(8)], GREEDY)
+        assert engine.apply(kv_cache_dtype="fp8").ok
+        for many in (8, 4, 1):
+            for _ in range(2):  # the second time prompts are captured
+                kv = engine.parts.kv
+                for part in (kv._k, kv._v):
+                    part.view(torch.uint8).fill_(0x7F)
+                outputs = engine.generate([[7 + i] * (120 + i) for i in range(many)], GREEDY)
+                assert [o.error for o in outputs] == [None] * many
+
+
 def test_experts_are_counted_inside_of_graphs_and_padding_is_not(tmp_path: Any) -> None:
     folder, _ = write_checkpoint(tmp_path, "qwen3_moe")
     # A cache that rounds would let the last bit, in which sums of eager and captured attention differ, choose experts.
