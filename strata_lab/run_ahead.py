@@ -152,13 +152,13 @@ class RunAhead:
         else:
             self._extend(flight, batch)
         began = flight.popped < flight.graph.steps  # all of a unit have the same time
-        tokens, step_ms, states = self._pop(flight, batch)
+        tokens, step_ms, kept = self._pop(flight, batch)
         if min(tokens) < 0:  # no best logit, or a draw outside of the head: the host decides and knows the reason
             self._flight = None
             return self.runner.run(batch)
         nothing: list[None] = [None] * len(tokens)
         sampled = SampledTokens(tokens, list(nothing), list(nothing))
-        return StepResult(sampled, step_ms, 0.0, states=states, queued=True, began=began)
+        return StepResult(sampled, step_ms, 0.0, kept=kept, queued=True, began=began)
 
     def settle(self) -> None:
         """Wait for all queued steps and forget them."""
@@ -202,7 +202,7 @@ class RunAhead:
                 return False
         return True
 
-    def _pop(self, flight: _Flight, batch: ScheduledBatch) -> tuple[list[int], float, States]:
+    def _pop(self, flight: _Flight, batch: ScheduledBatch) -> tuple[list[int], float, Tensor | None]:
         """The next step's tokens for the batch's items, the device's milliseconds for the step, the items' states."""
         unit = flight.units[0]
         if unit.values is None:
@@ -218,7 +218,7 @@ class RunAhead:
         rows = [flight.rows[id(item.request)] for item in batch.items]
         if states is not None and rows != list(range(states.shape[1])):
             states = torch.stack([states[:, row] for row in rows], dim=1)
-        return [tokens[row] for row in rows], flight.step_ms, () if states is None else states.unbind()
+        return [tokens[row] for row in rows], flight.step_ms, states
 
     @torch.inference_mode()
     def _extend(self, flight: _Flight, batch: ScheduledBatch) -> None:

@@ -30,56 +30,72 @@ MOST_STATES = 2048  # tokens of a request whose states wait; of a longer text th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StatedSlice(Slice):
-    """A slice with the target's states before its tokens, [len(token_ids), hidden] each; none behind a guess."""
+    """A slice with the target's states before its tokens, [layers, len(token_ids), hidden]; None behind a guess."""
 
-    states: tuple[Tensor, ...]
+    states: Tensor | None
     request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Positions from `start` on: rows from `first` on of states [layers, rows, hidden]."""
+
+    start: int
+    states: Tensor
+    first: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
 
 
 class States:
     """States of one text that have been handed over: stretches of it, in any order, the newest last."""
 
     def __init__(self) -> None:
-        self._stretches: list[tuple[int, Sequence[Tensor]]] = []
+        self._stretches: list[_Stretch] = []
         self._num_states = 0
 
-    def add(self, start: int, states: Sequence[Tensor]) -> None:
-        """States of the positions from `start` on, [T, hidden] for each layer."""
-        self._stretches.append((start, states))
-        self._num_states += len(states[0])
+    def add(self, start: int, states: Tensor, first: int, count: int) -> None:
+        """States of `count` positions from `start` on: the rows from `first` on of `states` [layers, rows, hidden]."""
+        self._stretches.append(_Stretch(start, states, first, count))
+        self._num_states += count
         while len(self._stretches) > 1 and self._num_states > MOST_STATES:
-            self._num_states -= len(self._stretches.pop(0)[1][0])
+            self._num_states -= self._stretches.pop(0).count
 
-    def between(self, start: int, nobody: Sequence[Tensor], spared: int = -1) -> tuple[list[Tensor], int]:
-        """States of the positions from `start` on, for each layer.
+    def between(self, start: int, nobody: Tensor, spared: int = -1) -> tuple[Tensor, int]:
+        """States of the positions from `start` on, [layers, T, hidden].
 
         Args:
             start: may lie before the text.
-            nobody: rows that stand where there are no states, as many as are asked for, [T, hidden] for each layer.
+            nobody: [layers, T, hidden], stands where there are no states.
             spared: a position that is not missed.
 
         Returns:
             The states, and how many there are from the first on without a gap.
         """
-        owners = [-1] * len(nobody[0])
-        for index, (first, states) in enumerate(self._stretches):
-            begin, end = max(first - start, 0), min(first + len(states[0]) - start, len(owners))
+        owners = [-1] * nobody.shape[1]
+        for index, stretch in enumerate(self._stretches):
+            begin, end = max(stretch.start - start, 0), min(stretch.end - start, len(owners))
             if begin < end:
                 owners[begin:end] = [index] * (end - begin)
-        parts: list[list[Tensor]] = [[] for _ in nobody]
+        parts = []
         for owner, group in groupby(range(len(owners)), key=owners.__getitem__):
             at = list(group)
-            first, states = (start, nobody) if owner < 0 else self._stretches[owner]
-            begin, end = start + at[0] - first, start + at[-1] + 1 - first
-            for layer, rows in zip(parts, states, strict=True):
-                layer.append(rows[begin:end])
+            if owner < 0:
+                parts.append(nobody[:, at[0] : at[-1] + 1])
+            else:
+                stretch = self._stretches[owner]
+                behind = stretch.first + start - stretch.start
+                parts.append(stretch.states[:, at[0] + behind : at[-1] + 1 + behind])
         missing = (i for i, owner in enumerate(owners) if owner < 0 and i != spared - start)
-        return [torch.cat(layer) for layer in parts], next(missing, len(owners))
+        return torch.cat(parts, dim=1), next(missing, len(owners))
 
     def forget(self, end: int) -> None:
         """Let go of stretches that lie before `end`."""
-        self._stretches = [(first, states) for first, states in self._stretches if first + len(states[0]) > end]
-        self._num_states = sum(len(states[0]) for _, states in self._stretches)
+        self._stretches = [stretch for stretch in self._stretches if stretch.end > end]
+        self._num_states = sum(stretch.count for stretch in self._stretches)
 
 
 class FeatureDraft(DraftModel):
@@ -111,24 +127,24 @@ class FeatureDraft(DraftModel):
         for done, size in enumerate(sizes):
             progress("compiling the draft's steps", done / len(sizes))
             inputs = idle_rows(size, 1, TABLE_WIDTH, self.device) if size > 1 else StepInputs.idle(1, 2, self.device)
-            states = [self.features.no_states(size)] * self.features.num_seen
+            states = self.features.no_states(self.features.num_seen, size)
             self.features.model.logits(self._of_texts(inputs, states)[-1:])
         progress("compiling the draft's steps", 1.0)
 
     def hear(self, batch: ScheduledBatch, result: StepResult) -> None:
         """Keep what a step of the target tells of its requests; guesses that did not come true are left out."""
-        if not result.states:
-            return
+        states = result.kept
+        if states is None:
+            if not result.states:
+                return
+            states = torch.stack(result.states)  # the step's memory is written again
         counts = iter(result.tokens.counts or ())
         first = 0
         for item in batch.items:
             kept = item.num_tokens - len(item.drafts)
             if item.samples and result.tokens.counts is not None:
                 kept += next(counts) - 1
-            states = [rows[first : first + kept] for rows in result.states]
-            if not result.queued:  # the step's memory is written again
-                states = [rows.clone() for rows in states]
-            self._heard.setdefault(item.request, States()).add(item.start, states)
+            self._heard.setdefault(item.request, States()).add(item.start, states, first, kept)
             first += item.num_tokens
         for request in [r for r in self._heard if r.finished]:
             self.forget(request)
@@ -167,15 +183,15 @@ class FeatureDraft(DraftModel):
 
     def _slice(self, request: Request, follower: Follower, token_ids: list[int], start: int, num_rows: int) -> Slice:
         plain = super()._slice(request, follower, token_ids, start, num_rows)
-        states: Sequence[Tensor] = ()
+        states = None
         if start < request.num_tokens:
-            nobody = [self.features.no_states(len(token_ids))] * self.features.num_seen
+            nobody = self.features.no_states(self.features.num_seen, len(token_ids))
             # The state before the first row behind a found beginning is nobody's: one row of a turn is worse for it.
             states, known = self._heard.setdefault(request, States()).between(start - 1, nobody, follower.found - 1)
             if known < len(token_ids):
                 follower.sure = min(follower.sure, start + known)
         return _StatedSlice(
-            plain.token_ids, plain.start, plain.block_table, plain.num_rows, states=tuple(states), request=request
+            plain.token_ids, plain.start, plain.block_table, plain.num_rows, states=states, request=request
         )
 
     @torch.inference_mode()
@@ -183,9 +199,9 @@ class FeatureDraft(DraftModel):
         stated = [part for part in slices if isinstance(part, _StatedSlice)]
         assert len(stated) == len(slices)
         inputs = StepInputs.gather(slices, self.blocks.block_size, self.device)
-        if stated[0].states:  # of all of them: behind a guess everybody is
-            rows = [torch.cat(layer) for layer in zip(*(part.states for part in stated), strict=True)]
-            hidden = self._of_texts(inputs, rows)
+        known = [part.states for part in stated if part.states is not None]
+        if known:  # all of them: behind a guess everybody is
+            hidden = self._of_texts(inputs, torch.cat(known, dim=1))
         else:
             hidden = self.features.further(inputs, torch.stack([self.own[part.request] for part in stated]))
         ends = inputs.cu_seqlens_q[1:].long() - 1
@@ -193,10 +209,13 @@ class FeatureDraft(DraftModel):
             self.own[part.request] = state
         return self.features.model.logits(hidden[inputs.sample_rows])
 
-    def _of_texts(self, inputs: StepInputs, states: Sequence[Tensor]) -> Tensor:
-        """States of the draft behind tokens of texts, [T, hidden]; a GPU compiles for few sizes, so rows are added."""
+    def _of_texts(self, inputs: StepInputs, states: Tensor) -> Tensor:
+        """States of the draft behind tokens of texts, [T, hidden], from the target's before them [layers, T, hidden].
+
+        A GPU compiles for few sizes, so rows are added.
+        """
         count, whole = inputs.input_ids.shape[0], inputs
         if self.device.type == "cuda" and inputs.max_q_len > 1:
             whole = padded(inputs)
-        added = whole.input_ids.shape[0] - count
-        return self.features.hidden(whole, [F.pad(rows, (0, 0, 0, added)) for rows in states])[:count]
+            states = F.pad(states, (0, 0, 0, whole.input_ids.shape[0] - count))
+        return self.features.hidden(whole, states.unbind())[:count]

@@ -226,24 +226,27 @@ def test_a_draft_that_does_not_say_what_it_sees_is_damaged(trained: Trained, tmp
 
 def test_states_are_found_again_and_old_ones_are_let_go() -> None:
     def found(start: int, count: int, spared: int = -1) -> tuple[list[float], int]:
-        (first, second), known = states.between(start, [torch.zeros(count, 2)] * 2, spared)
+        (first, second), known = states.between(start, torch.zeros(2, count, 2), spared)
         assert torch.equal(second, 10 * first), "each layer's"
         return first[:, 0].tolist(), known
 
-    def of(count: int, value: float) -> list[torch.Tensor]:
-        return [torch.full((count, 2), value), torch.full((count, 2), 10 * value)]
+    def of(count: int, value: float) -> tuple[torch.Tensor, int, int]:
+        """They lie in the middle of a step of three requests."""
+        rows = torch.full((2, count + 2, 2), value) * torch.tensor([1.0, 10.0])[:, None, None]
+        rows[:, 0] = rows[:, -1] = torch.nan
+        return rows, 1, count
 
     states = States()
-    states.add(0, of(4, 1.0))
-    states.add(6, of(3, 2.0))
+    states.add(0, *of(4, 1.0))
+    states.add(6, *of(3, 2.0))
     assert found(-1, 9) == ([0, 1, 1, 1, 1, 0, 0, 2, 2], 5), "before the first position there is none: none is missed"
     for position in range(4, 9):  # one by one, as queued steps hand them over
-        states.add(position, of(1, 3.0))
+        states.add(position, *of(1, 3.0))
     assert found(2, 7) == ([1, 1, 3, 3, 3, 3, 3], 7), "the newest counts"
     states.forget(4)
     assert found(2, 4) == ([0, 0, 3, 3], 0)
     assert found(3, 3, spared=3) == ([0, 3, 3], 3), "one is spared"
-    states.add(9, of(MOST_STATES, 4.0))
+    states.add(9, *of(MOST_STATES, 4.0))
     assert found(8, 3) == ([0, 4, 4], 0), "so many tokens are kept, the newest"
 
 
@@ -272,9 +275,9 @@ def test_a_padded_step_says_of_its_rows_what_the_step_says(trained: Trained, tar
         drafter = always(engine)
         parts = [Slice([5, 6, 7, 8, 9], 0, [1], 1), Slice([40, 41, 42], 0, [2], 1)]
         inputs = StepInputs.gather(parts, drafter.blocks.block_size, CPU)
-        states = [torch.randn(8, drafter.features.model.config.hidden_size) for _ in range(drafter.features.num_seen)]
+        states = torch.randn(drafter.features.num_seen, 8, drafter.features.model.config.hidden_size)
         expected = drafter._of_texts(inputs, states)
         whole = padded(inputs)
         assert whole.input_ids.shape[0] == PROMPT_TOKENS[0]
-        found = drafter.features.hidden(whole, [F.pad(rows, (0, 0, 0, PROMPT_TOKENS[0] - 8)) for rows in states])
+        found = drafter.features.hidden(whole, F.pad(states, (0, 0, 0, PROMPT_TOKENS[0] - 8)).unbind())
         torch.testing.assert_close(found[:8], expected, atol=1e-5, rtol=1e-4)
