@@ -223,8 +223,8 @@ class StepResult:
     """Tokens of a step and where the time went, host clock, milliseconds.
 
     `prompt_logprobs`: what it found out about prompts, where that was asked for (`prompt_rows.py`). `states`: hidden
-    states of the batch's rows, as `Step.states`; none where nobody kept them. `kept`: the same of a queued step, [layers,
-    rows, hidden] in memory of its own. `queued`: the device had the step before the host asked for it. Then
+    states of the batch's rows, as `Step.states`; none where nobody kept them. `kept`: the same of a queued step,
+    [layers, rows, hidden] in memory of its own. `queued`: the device had the step before the host asked for it. Then
     `forward_ms` is its part of the device's time, and how long the host waited tells nothing: of two steps that arrive
     together it waits for both and then for none. `began`: it was queued with nothing before it, so that `forward_ms`
     has in it how long its inputs took to be there.

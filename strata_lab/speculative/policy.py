@@ -119,6 +119,10 @@ class DraftPolicy:
         self._hopes[num_requests] = gain, steps - 1
         return gain
 
+    def is_hopeless(self, num_requests: int) -> bool:
+        """Whether no step that verifies guesses was known to pay with so many when that was last asked."""
+        return self._hopes.get(num_requests, (MARGIN, 0))[0] < MARGIN
+
     def plan(self, request_ids: Sequence[str], evidence: Sequence[int], num_requests: int) -> list[int]:
         """Guesses for each request; evidence 0 gets none.
 

@@ -20,7 +20,7 @@ from strata_lab.speculative.policy import DraftPolicy
 Hear = Callable[[ScheduledBatch, Any], None]  # of a step, and its `StepResult`
 Observed = tuple[tuple[Draft, ...], SpeculationEvent | None]
 DRAFT_TIME_SHARE = 0.2  # of the latest drafting time in its average
-LOOK_SHARE = 0.01  # of a step's time that looking may take while it leads to nothing
+LOOK_SHARE = 0.005  # of a step's time that looking may take while it leads to nothing
 MOST_SKIPPED = 8  # steps between two looks, at most
 LOOK_WEIGHT, FIRST_LOOK_MS = 0.2, 0.02  # of the latest look in the average of one, which begins there
 
@@ -116,8 +116,9 @@ class Speculator:
         self._drafted_ms = 0.0  # in this step, by a drafter that costs time
 
     def hear(self, batch: ScheduledBatch, result: Any, /) -> None:
-        """Tell who wants to know."""
-        self._hear(batch, result)
+        """Tell who wants to know, unless no guess can pay for so many requests anyway."""
+        if self.policy is None or not self.policy.is_hopeless(batch.num_decode_tokens):
+            self._hear(batch, result)
 
     @property
     def captures(self) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from strata_lab.batch import ScheduledBatch
 from strata_lab.request import Request
 from strata_lab.sampling_params import SamplingParams
 from strata_lab.speculative.acceptance import Acceptance
@@ -253,7 +256,15 @@ def test_a_batch_in_which_no_guess_could_pay_is_left_alone() -> None:
     p = DraftPolicy(StepCosts(points, points), CLASSES, 8)
     assert not p.rests(1)
     assert p.state == "on"
+    assert not p.is_hopeless(16), "nobody has asked yet"
     assert all(p.rests(16) for _ in range(200))
+    assert p.is_hopeless(16) and not p.is_hopeless(1)
+    heard: list[int] = []
+    drafter: Any = SimpleNamespace(captures=0)
+    speculator = Speculator(drafter, p, 8, hear=lambda batch, result: heard.append(batch.num_decode_tokens))
+    for count in (16, 1, 0):  # 0 of a step that reads prompts alone
+        speculator.hear(ScheduledBatch([], [], count, 0), None)
+    assert heard == [1, 0], "and its states are not kept"
     assert (p.state, p.verdict(1)[0]) == ("off", "on")
     assert "16 requests" in p.reason
     assert p.observe(16, 0, 0, 20.0), "the change is news, once"
@@ -318,7 +329,7 @@ def decoding(name: str) -> Request:
     return request
 
 
-def test_looking_in_vain_takes_a_hundredth_of_the_time_at_most() -> None:
+def test_looking_in_vain_takes_half_a_hundredth_of_the_time_at_most() -> None:
     request = decoding("a")
     plain_ms = policy().costs.plain_ms(1)
     for look_ms, most in ((0.001, 400), (5 * LOOK_SHARE * plain_ms, 90)):
